@@ -1,0 +1,1 @@
+"""kvsched: the scheduling half of an LLM inference server, as a library."""
