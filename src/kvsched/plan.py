@@ -138,13 +138,34 @@ class StepResult:
 
 @attrs.frozen
 class Ended:
-    """A request that ended with this commit. `generated`: tokens delivered over its whole life."""
+    """A request that ended.
+
+    generated: tokens delivered over its whole life. computed: slots whose KV was valid at the end. cached: tokens that its
+    last admission took from the cache. pages: pages it held. retractions: how often it was. max_gap: the longest number
+    of steps between two of its tokens, 0 with fewer than two. waited_steps: passes in which it waited.
+    """
 
     id: str
     finish: Finish
     generated: int
-    cached_tokens: int
+    computed: int
+    cached: int
+    pages: int
     retractions: int
+    max_gap: int
+    waited_steps: int
+
+
+@attrs.frozen
+class Flushed:
+    """Answer of flush(): whether the cache was emptied, how many pages that gave, and why not."""
+
+    ok: bool
+    pages: int
+    reason: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.ok
 
 
 @attrs.frozen(eq=False)
