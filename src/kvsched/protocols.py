@@ -67,6 +67,10 @@ class TreeCache(Protocol):
         """Tokens per page."""
 
     @property
+    def caches(self) -> bool:
+        """False where nothing is ever kept: every match is 0, and `extend` must not be called (it raises `HostError`)."""
+
+    @property
     def evictable(self) -> int:
         """Cached pages that no handle protects. `evict(n)` delivers min(n, evictable): it is a promise (law B5)."""
 
