@@ -6,17 +6,15 @@ What does not live here: anything that changes a tree.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
+import attrs
 import numpy as np
 
 from kvsched.errors import AccountingError
-from kvsched.memory.node import WIDTH, Node, Root, integers
+from kvsched.memory.eviction import VictimQueue
+from kvsched.memory.node import WIDTH, Node, Pin, RadixHandle, Root, integers
 from kvsched.units import Pages
-
-if TYPE_CHECKING:
-    from kvsched.memory.radix import RadixCache
 
 
 def nodes(roots: Mapping[Hashable, Root]) -> Iterator[Node]:
@@ -33,18 +31,32 @@ def cached_pages(roots: Mapping[Hashable, Root]) -> Pages:
     return integers(bytearray().join(node.pages for node in nodes(roots)))
 
 
-def audit(cache: RadixCache) -> None:
-    """Raise `AccountingError`, with the whole state in the message, unless every invariant holds."""
+@attrs.frozen
+class Books:
+    """Everything a radix cache keeps, for `audit`: the trees, and what is counted or indexed beside them."""
+
+    page_size: int
+    roots: Mapping[Hashable, Root]
+    handles: Collection[RadixHandle]
+    pins: Mapping[Hashable, Sequence[Pin]]
+    victims: VictimQueue[Node]
+    pinned_victims: VictimQueue[Node]
+    evictable: int
+    locked: int
+
+
+def audit(books: Books) -> None:
+    """Raise `AccountingError`, with the whole state in the message, unless every invariant holds. O(cached tokens)."""
     broken: list[str] = []
-    ends = Counter(handle.node for handle in cache._handles)
+    ends = Counter(handle.node for handle in books.handles)
     pinned: Counter[Node] = Counter()
     locked = evictable = 0
-    victims = {id(node) for node in cache._victims.items()}
-    pinned_victims = {id(node) for node in cache._pinned_victims.items()}
+    victims = {id(node) for node in books.victims.items()}
+    pinned_victims = {id(node) for node in books.pinned_victims.items()}
     seen: set[int] = set()
-    for node in nodes(cache._roots):
+    for node in nodes(books.roots):
         seen.add(id(node))
-        broken += [f"{fault}: {node!r}" for fault in _faults(cache, node, ends[node])]
+        broken += [f"{fault}: {node!r}" for fault in _faults(books.page_size, node, ends[node])]
         if node.locks:
             locked += len(node.pages) // WIDTH
         else:
@@ -55,32 +67,35 @@ def audit(cache: RadixCache) -> None:
             broken.append(f"wrong queue: {node!r}")
         pinned.update({node: len(node.pins or ())})
     # The counters are what a walk over the tree counts.
-    if (locked, evictable) != (cache._locked, cache._evictable):
-        broken.append(f"counters say locked={cache._locked} evictable={cache._evictable}, the tree {locked} and {evictable}")
+    if (locked, evictable) != (books.locked, books.evictable):
+        broken.append(f"counters say locked={books.locked} evictable={books.evictable}, the tree {locked} and {evictable}")
     # Queues hold nothing that is gone, and know how much they hold.
-    if not (victims | pinned_victims) <= seen or (len(victims), len(pinned_victims)) != (len(cache._victims), len(cache._pinned_victims)):
+    if not (victims | pinned_victims) <= seen or (len(victims), len(pinned_victims)) != (len(books.victims), len(books.pinned_victims)):
         broken.append("a queue holds a node that is gone, or miscounts")
     # Handles and pins end at nodes of the tree.
-    if any(id(node) not in seen for node in ends) or any(handle.node is None for handle in cache._handles):
+    if any(id(node) not in seen for node in ends):
         broken.append("a handle ends at a node that is gone")
-    owned = Counter(pin.node for pins in cache._pins.values() for pin in pins)
-    if +owned != +pinned or not all(cache._pins.values()):
+    owned = Counter(pin.node for pins in books.pins.values() for pin in pins)
+    if +owned != +pinned or not all(books.pins.values()):
         broken.append("pins by owner and pins by node differ")
     # A page stands in the tree once.
-    pages = cached_pages(cache._roots)
+    pages = cached_pages(books.roots)
     if len(np.unique(pages)) != len(pages):
         broken.append("a page stands in the tree twice")
     if broken:
-        state = "\n".join(repr(node) for node in nodes(cache._roots))
-        raise AccountingError(f"{cache!r}: {'; '.join(broken)}\nhandles: {[(h, h.node) for h in cache._handles]}\n{state}")
+        held = [(handle, handle.node) for handle in books.handles]
+        state = "\n".join(repr(node) for node in nodes(books.roots))
+        raise AccountingError(
+            f"radix cache: {'; '.join(broken)}\nlocked={books.locked} evictable={books.evictable} handles={held}\n{state}"
+        )
 
 
-def _faults(cache: RadixCache, node: Node, ends: int) -> Iterator[str]:
+def _faults(page_size: int, node: Node, ends: int) -> Iterator[str]:
     """What is wrong with one node, apart from sums over the tree. `ends`: handles that end at it."""
-    page = cache.page_size * WIDTH
+    page = page_size * WIDTH
     children = node.children or {}
     # Tokens fill the pages; only a root has none.
-    if len(node.tokens) != len(node.pages) * cache.page_size or len(node.tokens) % page or isinstance(node, Root) == bool(node.pages):
+    if len(node.tokens) != len(node.pages) * page_size or len(node.tokens) % page or isinstance(node, Root) == bool(node.pages):
         yield "tokens do not fill the pages"
     # A child hangs under its own first page of tokens, and knows its parent.
     if any(key != bytes(child.tokens[:page]) or child.parent is not node for key, child in children.items()):

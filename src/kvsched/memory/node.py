@@ -10,16 +10,11 @@ a new node takes its front, so every handle stays right without being told.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from kvsched.errors import InvalidHandle
 from kvsched.memory.eviction import UNUSED_PRIORITY
 from kvsched.units import Pages
-
-if TYPE_CHECKING:
-    from kvsched.memory.radix import RadixCache
 
 WIDTH = 4
 """Bytes of a token id or a page id."""
@@ -83,12 +78,12 @@ class Pin:
 class RadixHandle:
     """A locked path of a `RadixCache`; see `kvsched.protocols.Handle`. Only the cache changes it.
 
-    length: tokens the handle protects. made: the node whose content this handle brought, if it still ends there.
+    cache: the cache it belongs to. length: tokens the handle protects. made: the node whose content this handle brought, if it still ends there.
     """
 
     __slots__ = ("born", "cache", "length", "made", "node", "priority")
 
-    def __init__(self, cache: RadixCache, node: Node, length: int, priority: int, born: int) -> None:
+    def __init__(self, cache: object, node: Node, length: int, priority: int, born: int) -> None:
         self.cache = cache
         self.node: Node | None = node
         self.length = length

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvsched.errors import InvalidHandle, InvalidRequest
 from kvsched.memory.arguments import configured, count, int32
-from kvsched.memory.audit import audit, cached_pages
+from kvsched.memory.audit import Books, audit, cached_pages
 from kvsched.memory.eviction import EvictionPolicy, VictimQueue, policy_of
 from kvsched.memory.node import WIDTH, Node, Pin, RadixHandle, Root, cut
 from kvsched.protocols import Handle
@@ -237,7 +237,10 @@ class RadixCache:
 
     def check(self) -> None:
         """Raise `AccountingError` unless every invariant holds. O(cached tokens)."""
-        audit(self)
+        audit(Books(
+            page_size=self._page_size, roots=self._roots, handles=self._handles, pins=self._pins, victims=self._victims,
+            pinned_victims=self._pinned_victims, evictable=self._evictable, locked=self._locked,
+        ))
 
     # Arguments.
 
