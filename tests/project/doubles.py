@@ -61,18 +61,21 @@ def _narrower(ours: Any, theirs: Any) -> Iterator[str]:
     )
 
 
-def lookalikes(source: str, shapes: Mapping[str, frozenset[str]], share: int = 2) -> dict[str, str]:
+def lookalikes(source: str, shapes: Mapping[str, frozenset[str]], real: frozenset[str] = frozenset(), share: int = 2) -> dict[str, str]:
     """Classes in `source` that define the methods of a shape: class name to the name of the shape it most resembles.
 
-    shapes: name of a real thing to its public members. A class looks like it when it defines itself (not by a base) at
-    least `share` of them, or all of them where there are fewer.
+    shapes: name of a real thing to its public members. real: names of real classes; what inherits from one cannot lack its
+    members and is left out. A class looks like a shape when it defines itself (not by a base) at least `share` of its
+    members, or all of them where there are fewer.
     """
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    heirs = set(real)
+    for _ in classes:
+        heirs |= {node.name for node in classes if any(isinstance(base, ast.Name) and base.id in heirs for base in node.bases)}
     found = {}
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.ClassDef):
-            continue
+    for node in classes:
         own = {item.name for item in node.body if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))}
         scores = {name: len(own & shape) for name, shape in shapes.items() if len(own & shape) >= min(share, len(shape))}
-        if scores:
+        if scores and node.name not in heirs:
             found[node.name] = max(scores, key=lambda name: (scores[name], name))
     return found
