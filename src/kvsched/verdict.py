@@ -7,6 +7,7 @@ step and must never stand in for what a request will occupy.
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import attrs
 
@@ -52,7 +53,7 @@ class Accepted:
     ids: tuple[str, ...]
     max_new_tokens: int
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[True]:
         return True
 
 
@@ -70,7 +71,7 @@ class Refused:
     available: int
     retryable: bool
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[False]:
         return False
 
 

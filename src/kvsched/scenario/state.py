@@ -11,8 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvsched.memory.pool import PagePool
-from kvsched.memory.radix import NullCache, RadixCache
+from kvsched.memory import NullCache, PagePool, RadixCache
 from kvsched.plan import Ended
 from kvsched.request import Finish
 from kvsched.scenario.document import Document
@@ -34,7 +33,7 @@ _OVER = {"pages": 0, "wait_reason": None, "short_by": None}
 
 def build(document: Document) -> Scheduler:
     """The scheduler that a file asks for, on a pool and a cache of its own. Raises `ConfigError` where they do not go together."""
-    pool = PagePool(document.pages, document.config.page_size, reserved=document.reserved_pages)
+    pool = PagePool(document.pages, document.config.page_size, reserved_pages=document.reserved_pages)
     page_size = document.config.page_size
     cache = RadixCache(page_size, eviction=document.eviction) if document.prefix_cache else NullCache(page_size)
     return Scheduler(document.config, pool, cache)

@@ -1,0 +1,1 @@
+"""Who may start, and with how many tokens: ledger, token ratio, budget, chunk sizes."""

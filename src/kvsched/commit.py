@@ -1,0 +1,511 @@
+"""How a plan ends: commit with a result, or rollback (everything undone but evictions and retractions).
+
+Check first, then change: a result that does not match its plan raises `InvalidResult` and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvsched.core import Core, InFlight, PrefillRow
+from kvsched.errors import InvalidResult
+from kvsched.live import Live
+from kvsched.plan import Ended, Outcome, StepResult
+from kvsched.request import Cause, Finish
+from kvsched.step import EMPTY
+from kvsched.units import Ints, aligned
+
+_NO_FINISH = np.zeros(1024, dtype=np.int8)
+_NO_FINISH.flags.writeable = False
+
+
+@attrs.define(eq=False)
+class _Checked:
+    """A result that fits its plan."""
+
+    tokens: npt.NDArray[np.signedinteger[Any]]
+    accepted: Ints | None
+    finished: Ints
+    failed: Ints
+    final: Ints
+
+
+def check_result(core: Core, record: InFlight, result: StepResult) -> _Checked:
+    """Hold a result against its plan. O(rows). Raises `InvalidResult` naming the field and what was allowed."""
+    if not isinstance(result, StepResult):
+        raise InvalidResult(f"commit takes a StepResult, not {type(result).__name__}")
+    count = len(record.plan.rows)
+    tokens = result.tokens if isinstance(result.tokens, np.ndarray) else np.asarray(result.tokens if result.tokens is not None else [])
+    if not tokens.size and tokens.dtype.kind == "f":
+        tokens = tokens.astype(np.int64)
+    wide = bool(record.blocks) or core.config.lookahead_tokens > 0
+    width = max([1 + core.config.lookahead_tokens] + [live.request.block_tokens or 1 for live in record.blocks])
+    if tokens.dtype.kind not in "iu":
+        raise InvalidResult(f"tokens must be integers, not {tokens.dtype}")
+    if not (tokens.shape == (count,) or (wide and tokens.ndim == 2 and tokens.shape[0] == count and tokens.shape[1] >= width)):
+        allowed = f"({count},)" + (f" or ({count}, {width})" if wide else "")
+        raise InvalidResult(f"tokens must have the shape {allowed}, one row per row of the plan, not {tokens.shape}")
+    accepted = None
+    if result.accepted is not None:
+        accepted = np.asarray(result.accepted)
+        if accepted.shape != (count,) or (count and accepted.dtype.kind not in "iu"):
+            raise InvalidResult(f"accepted must hold {count} integers, not {result.accepted!r}")
+        most = np.zeros(count, dtype=np.int64)
+        if record.decode_widths is not None:
+            most[: record.plan.decodes] = record.decode_widths - 1
+        for live in record.blocks:
+            most[record.position(live.row)] = 0
+        bad = ((accepted < 0) | (accepted > most)).nonzero()[0]
+        if len(bad):
+            at = int(bad[0])
+            raise InvalidResult(f"accepted[{at}] must be from 0 to {int(most[at])}, the drafts of that row, not {int(accepted[at])}")
+        if tokens.ndim == 1 and accepted.any():
+            raise InvalidResult("tokens must have two dimensions when drafts were accepted")
+    finished = _positions(result.finished, "finished", count)
+    failed = _positions(result.failed, "failed", count)
+    final = _positions(result.final, "final", count)
+    if len(final):
+        blocks = {record.position(live.row) for live in record.blocks}
+        for at in final.tolist():
+            if at not in blocks:
+                raise InvalidResult(f"final names position {at}, which is no block row")
+        if tokens.ndim == 1 and width > 1:
+            raise InvalidResult("tokens must have two dimensions when a block is final")
+    _check_ids(record, tokens, failed)
+    return _Checked(tokens, accepted, finished, failed, final)
+
+
+def _check_ids(record: InFlight, tokens: npt.NDArray[np.signedinteger[Any]], failed: Ints) -> None:
+    """Token ids that would be delivered must be ids. Rows that sample nothing may hold anything."""
+    flat = tokens if tokens.ndim == 1 else tokens[:, 0]
+    if not len(flat) or int(flat.min()) >= 0 and int(flat.max()) < 2**31:
+        return
+    silent = {record.plan.decodes + at for at, entry in enumerate(record.prefill) if not entry.chunk.last}
+    silent.update(failed.tolist())
+    silent.update(record.position(live.row) for live in record.blocks)
+    for at in ((flat < 0) | (flat >= 2**31)).nonzero()[0].tolist():
+        if at not in silent:
+            raise InvalidResult(f"tokens[{at}] must be a token id of at least 0, not {int(flat[at])}")
+
+
+def _positions(value: Sequence[int] | Ints | None, name: str, count: int) -> Ints:
+    if value is None:
+        return EMPTY
+    array = np.asarray(value)
+    if not array.size:
+        return EMPTY
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidResult(f"{name} must hold positions in the plan, not {value!r}")
+    if int(array.min()) < 0 or int(array.max()) >= count:
+        raise InvalidResult(f"{name} must hold positions from 0 to {count - 1}, not {value!r}")
+    return array.astype(np.int64)
+
+
+# -- commit -----------------------------------------------------------------------------------------------------------
+
+
+def commit(core: Core, record: InFlight, result: _Checked) -> Outcome:
+    """Apply a checked result of the oldest plan in flight. Cost: per request that ends and chunk; arrays for the rest."""
+    core.in_flight.pop(0)
+    plan = record.plan
+    core.totals["steps"] += 1
+    if not len(plan.rows):
+        _settle(core, record)
+        return Outcome(plan.rows, result.tokens, _NO_FINISH[:0], ())
+    if plan.decodes:
+        core.decode_steps += 1
+    if (result.tokens.ndim == 1 and not record.prefill and not record.dropped and not record.blocks
+            and not len(result.failed) and record.decode_widths is None):
+        delivered = result.tokens
+        core.log.write(plan.rows, delivered)
+        core.totals["emitted"] += len(delivered)
+        core.progress_step = plan.step
+        if core.residents.lagging:
+            _close_gaps(core, plan.rows, plan.step)
+        codes = _codes(core, record, result, delivered)
+    else:
+        delivered, codes = _deliver(core, record, result)
+    if core.config.order == "fair":
+        _charge_decodes(core, record)
+    if core.log.full:
+        _fold_log(core)
+    finish = _no_finish(len(plan.rows))
+    ended: list[Ended] = []
+    if codes:
+        finish = np.zeros(len(plan.rows), dtype=np.int8)
+        for at in sorted(codes):
+            live = record.late.get(int(plan.rows[at])) or core.residents.live[int(plan.rows[at])]
+            if live is not None:
+                finish[at] = codes[at]
+                ended.append(end(core, live, Finish(codes[at])))
+    _settle(core, record)
+    return Outcome(plan.rows, delivered, finish, tuple(ended))
+
+
+def _no_finish(count: int) -> npt.NDArray[np.int8]:
+    if count <= len(_NO_FINISH):
+        return _NO_FINISH[:count]
+    finish = np.zeros(count, dtype=np.int8)
+    finish.flags.writeable = False
+    return finish
+
+
+def _codes(core: Core, record: InFlight, result: _Checked, tokens: npt.NDArray[np.signedinteger[Any]]) -> dict[int, int]:
+    """Finish codes by position for a plan of plain decodes."""
+    codes: dict[int, int] = {}
+    for at in record.ending.tolist():
+        codes[at] = Finish.LENGTH
+    for at in result.finished.tolist():
+        codes[at] = Finish.STOP
+    if core.stops:
+        for at in _stop_candidates(core, tokens):
+            live = core.residents.live[int(record.plan.rows[at])]
+            if live is not None and _stops(core, live, int(tokens[at])):
+                codes[at] = Finish.STOP
+    return codes
+
+
+def _stop_candidates(core: Core, tokens: npt.NDArray[np.signedinteger[Any]]) -> list[int]:
+    """Positions whose token is a stop token of somebody. O(rows) per distinct stop token, up to a few of them."""
+    if len(core.stops) <= 4:
+        hits: set[int] = set()
+        for stop in core.stops:
+            hits.update((tokens == stop).nonzero()[0].tolist())
+        return sorted(hits)
+    return list(np.isin(tokens, np.fromiter(core.stops, dtype=np.int64)).nonzero()[0].tolist())
+
+
+def _stops(core: Core, live: Live, token: int) -> bool:
+    """Whether this token, already counted, ends the request."""
+    if token not in live.stops:
+        return False
+    least = live.request.min_new_tokens
+    return not least or core.emitted(live) >= least
+
+
+def _deliver(core: Core, record: InFlight, result: _Checked) -> tuple[npt.NDArray[np.signedinteger[Any]], dict[int, int]]:
+    """The general way: chunks, speculation, blocks, dropped and late rows. Returns delivered tokens and finish codes."""
+    plan = record.plan
+    tokens = result.tokens if result.tokens.ndim == 2 else result.tokens[:, None]
+    count = len(plan.rows)
+    decodes = plan.decodes
+    taken = np.ones(count, dtype=np.int64)  # tokens delivered per row
+    codes: dict[int, int] = {}
+    if record.decode_widths is not None and result.accepted is not None:
+        taken[:decodes] += result.accepted[:decodes]
+    for index, entry in enumerate(record.prefill):
+        if not entry.chunk.last or entry.live.limit == 0:
+            taken[decodes + index] = 0
+    own = np.ones(count, dtype=bool)  # rows whose request is still resident there
+    for row in record.dropped:
+        at = record.position(row)
+        own[at] = False
+        if row not in record.late:
+            taken[at] = 0
+    taken[result.failed] = 0
+    _return_slots(core, record, taken, own)
+    if record.blocks:
+        _close_blocks(core, record, result.final.tolist(), taken)
+    taken = _until_stop(core, record, tokens, taken)
+    delivered = np.where(np.arange(tokens.shape[1]) < taken[:, None], tokens, -1)
+    for release in record.releases:
+        at = record.position(release.row)
+        if at < decodes and taken[at]:
+            release.valid = max(release.valid, int(plan.starts[at] + taken[at]))
+    failed = set(result.failed.tolist())
+    for index, entry in enumerate(record.prefill):
+        _commit_chunk(core, record, entry, failed=decodes + index in failed)
+    _store_delivered(core, record, delivered, taken, own)
+    if taken.any():
+        core.progress_step = plan.step
+    core.totals["emitted"] += int(taken.sum())
+    _finish_codes(core, record, result, tokens, taken, own, codes)
+    return (delivered if result.tokens.ndim == 2 else delivered[:, 0]), codes
+
+
+def _return_slots(core: Core, record: InFlight, taken: Ints, own: npt.NDArray[np.bool_]) -> None:
+    """Slots of drafts that were not accepted count as uncomputed again; the row can go on."""
+    if record.decode_widths is None:
+        return
+    residents, decodes = core.residents, record.plan.decodes
+    plain = own[:decodes].copy()
+    for live in record.blocks:
+        if live.row >= 0:
+            plain[record.position(live.row)] = False
+    rows = record.decode_rows[plain]
+    residents.ctx[rows] -= record.decode_widths[plain] - np.maximum(taken[:decodes][plain], 1)
+    again = rows[(residents.ctx[rows] < residents.total[rows]) & ~residents.active[rows]]
+    for row in again.tolist():
+        residents.set_active(row, value=True)
+
+
+def _close_blocks(core: Core, record: InFlight, final: list[int], taken: Ints) -> None:
+    """A block that became final moves its request on by its width and delivers that many tokens; others deliver none."""
+    for live in record.blocks:
+        if live.row < 0:
+            continue
+        at = record.position(live.row)
+        taken[at] = record.plan.counts[at] if at in final and taken[at] else 0
+        core.residents.ctx[live.row] += taken[at]
+
+
+def _until_stop(core: Core, record: InFlight, tokens: npt.NDArray[np.signedinteger[Any]], taken: Ints) -> Ints:
+    """Tokens per row up to and with the first that stops the request. Only rows of several tokens can lose any."""
+    cut = taken.copy()
+    if not core.stops and not record.late:
+        return cut
+    for at in (taken > 1).nonzero()[0].tolist():
+        row = int(record.plan.rows[at])
+        live = record.late.get(row) or core.residents.live[row]
+        if live is None or not live.stops:
+            continue
+        had = core.emitted(live)
+        for index in range(int(taken[at])):
+            if int(tokens[at, index]) in live.stops and had + index + 1 >= live.request.min_new_tokens:
+                cut[at] = index + 1
+                break
+    return cut
+
+
+def _commit_chunk(core: Core, record: InFlight, entry: PrefillRow, *, failed: bool) -> None:
+    """One chunk was computed: counters, the in-flight prompt count, progress, and its pages into the cache."""
+    live, chunk = entry.live, entry.chunk
+    end_at = chunk.start + chunk.length
+    core.totals["prefill_tokens"] += chunk.length
+    core.totals["recomputed_tokens"] += max(0, min(end_at, live.highwater) - chunk.start)
+    for release in record.releases:
+        if release.row == chunk.row:
+            release.valid = max(release.valid, 0 if failed else end_at)
+    if chunk.row in record.dropped and live.row != chunk.row:
+        live.highwater = max(live.highwater, 0 if failed else end_at)
+        return
+    if failed:
+        return
+    if end_at > live.highwater:
+        live.highwater = end_at
+        core.progress_step = record.plan.step
+    counted = max(live.prompt - end_at, 0)
+    if counted < live.uncomputed:
+        core.inflight_tokens -= live.uncomputed - counted
+        live.uncomputed = counted
+    named = bool(core.naming(chunk.row))
+    core.store_prefix(live, aligned(min(end_at, live.target), core.config.page_size), adopt=not named)
+    if chunk.last:
+        core.prefilling.pop(live.id, None)
+
+
+def _store_delivered(core: Core, record: InFlight, delivered: npt.NDArray[np.signedinteger[Any]], taken: Ints,
+                     own: npt.NDArray[np.bool_]) -> None:
+    """Delivered tokens go to the log, those of retracted requests to their records."""
+    rows = record.plan.rows
+    for row, live in record.late.items():
+        at = record.position(row)
+        live.late -= 1
+        if taken[at]:
+            live.generated = np.concatenate((live.generated, delivered[at, : taken[at]].astype(np.int32)))
+            live.target = live.prompt + len(live.generated)
+            live.hint_grown = -1
+    for column in range(delivered.shape[1]):
+        mask = (taken > column) & own
+        if not mask.any():
+            break
+        core.log.write(rows[mask], delivered[mask, column].astype(np.int32))
+        if column == 0 and core.residents.lagging:
+            _close_gaps(core, rows[mask], record.plan.step)
+
+
+def _close_gaps(core: Core, rows: Ints, step: int) -> None:
+    """Rows that got a token after a step without one: note the gap."""
+    residents = core.residents
+    back = rows[residents.lag[rows]]
+    if len(back):
+        residents.gap[back] = np.maximum(residents.gap[back], step - residents.last_emit[back])
+        residents.lag[back] = False
+        residents.lagging -= len(back)
+
+
+def _finish_codes(core: Core, record: InFlight, result: _Checked, tokens: npt.NDArray[np.signedinteger[Any]], taken: Ints,
+                  own: npt.NDArray[np.bool_], codes: dict[int, int]) -> None:
+    """Add the finish code of every row that is at its end; the strongest word last."""
+    plan, residents = record.plan, core.residents
+    decodes = plan.decodes
+    there = own.copy()
+    for row in record.late:
+        there[record.position(row)] = True
+    if record.decode_widths is None:
+        full = [at for at in record.ending.tolist() if own[at]]
+    else:
+        rows = record.decode_rows
+        near = (residents.ctx[rows] >= residents.total[rows]) & own[:decodes]
+        full = [at for at in near.nonzero()[0].tolist()
+                if (live := residents.live[int(rows[at])]) is not None and core.committed(live) == live.total]
+    codes.update(dict.fromkeys(full, Finish.LENGTH))
+    for index, entry in enumerate(record.prefill):
+        at, live = decodes + index, entry.live
+        if there[at] and entry.chunk.last and (live.limit == 0 or (taken[at] and core.emitted(live) >= live.limit)):
+            codes[at] = Finish.LENGTH
+    for row, live in record.late.items():
+        at = record.position(row)
+        if taken[at] and len(live.generated) >= live.limit:
+            codes[at] = Finish.LENGTH
+    codes.update({at: Finish.STOP for at in result.finished.tolist() if there[at]})
+    if core.stops or record.late:
+        final = tokens[np.arange(len(taken)), np.maximum(taken - 1, 0)]
+        maybe = set(_stop_candidates(core, final)) if core.stops else set()
+        maybe.update(record.position(row) for row in record.late)
+        for at in maybe:
+            live_at = record.late.get(int(plan.rows[at])) or residents.live[int(plan.rows[at])]
+            if taken[at] and there[at] and live_at is not None and _stops(core, live_at, int(final[at])):
+                codes[at] = Finish.STOP
+    codes.update({at: Finish.ERROR for at in result.failed.tolist() if there[at]})
+
+
+def _charge_decodes(core: Core, record: InFlight) -> None:
+    """Fair order: a decoded token counts against its tenant."""
+    for row in record.decode_rows.tolist():
+        live = core.residents.live[row]
+        if live is not None and row not in record.dropped:
+            core.service[live.tenant] = core.service.get(live.tenant, 0.0) + 1 / core.rates.get(live.tenant, 1.0)
+
+
+def _fold_log(core: Core) -> None:
+    """The token log is long: residents take their part of the oldest block into their records."""
+    log = core.log
+    until = log.oldest_end
+    for live in core.residents:
+        if live.since < until:
+            live.generated = np.concatenate((live.generated, log.read_oldest(live.row, live.since)))
+            live.since = until
+    log.fold()
+
+
+def end(core: Core, live: Live, finish: Finish) -> Ended:
+    """A request is at its end: deliver its record, let go of what it holds."""
+    cause = Cause.ABORT if finish is Finish.ABORT else Cause.FINISH
+    resident = live.row >= 0
+    held = int(core.residents.held[live.row]) if resident else 0
+    computed = core.committed(live) if resident else live.highwater
+    waited = waited_steps(core, live)
+    if resident:
+        core.collect(live)
+        row = live.row
+        for record in core.naming(row):
+            record.dropped.add(row)
+        good = finish in (Finish.LENGTH, Finish.STOP)
+        valid = min(computed, live.prompt + max(len(live.generated) - 1, 0)) if good else 0
+        if good:
+            computed = valid
+        core.leave(live, donate=good, valid=valid)
+    else:
+        core.queue.remove(live)
+        for record in core.in_flight:
+            for row, other in list(record.late.items()):
+                if other is live:
+                    del record.late[row]
+    core.inflight_tokens -= live.uncomputed
+    live.uncomputed = 0
+    live.move(cause)
+    core.lives.pop(live.id, None)
+    if live.family is not None:
+        live.family.members.remove(live)
+        if not live.family.members:
+            core.parents.pop(live.family.id, None)
+    core.completions += 1
+    core.progress_step = max(core.progress_step, core.step)
+    core.totals["aborted" if finish is Finish.ABORT else "finished"] += 1
+    core.tell("aborted" if finish is Finish.ABORT else "finished", live, finish.name.lower())
+    generated = len(live.generated)
+    return Ended(live.id, finish, generated, computed, live.cached, held, live.retractions,
+                 max(live.max_gap, 1 if generated > 1 else 0), waited)
+
+
+def waited_steps(core: Core, live: Live) -> int:
+    """Passes in which the request waited, over all its stays in the queue."""
+    return live.waited + (core.passes - live.submitted_pass if live.row < 0 else 0)
+
+
+def _settle(core: Core, record: InFlight) -> None:
+    """The plan has ended: what waited for it goes back."""
+    for release in record.releases:
+        core.settle(release, quarantined=True)
+
+
+# -- rollback ---------------------------------------------------------------------------------------------------------
+
+
+def rollback(core: Core, record: InFlight) -> None:
+    """Undo schedule(): the newest plan in flight did not happen. What it evicted and whom it retracted stays."""
+    core.in_flight.pop()
+    residents, undo = core.residents, record.undo
+    rows = record.decode_rows
+    if len(rows):
+        kept = rows if not record.dropped else np.array([row for row in rows.tolist() if row not in record.dropped], dtype=np.int64)
+        for row in kept.tolist() if record.blocks or record.decode_widths is not None else ():
+            at = record.position(row)
+            blocks = any(live.row == row for live in record.blocks)
+            residents.ctx[row] -= 0 if blocks else (1 if record.decode_widths is None else int(record.decode_widths[at]))
+            if not blocks:
+                residents.set_active(row, value=True)
+        if not record.blocks and record.decode_widths is None:
+            residents.ctx[kept] -= 1
+            for row in rows[record.ending].tolist():
+                if row not in record.dropped:
+                    residents.set_active(row, value=True)
+    back: list[Live] = []
+    for entry in reversed(record.prefill):
+        live, chunk = entry.live, entry.chunk
+        if live.row != chunk.row or chunk.row in record.dropped:
+            continue
+        residents.ctx[chunk.row] = chunk.start
+        residents.set_active(chunk.row, value=False)
+        core.blocks.pop(chunk.row, None)
+        core.ledger.unspend(live.id, chunk.length)
+        if entry.admitted:
+            back.append(live)
+    for granted, counts in reversed(undo.grants):
+        for row, count in zip(granted.tolist(), counts.tolist(), strict=True):
+            if row not in record.dropped and residents.taken[row]:
+                core.pool.release(residents.truncate(row, count))
+                core.private -= count
+    for live in back:
+        core.leave(live, donate=False, valid=0)
+        live.move(Cause.UNDO_ADMIT)
+        live.cached = 0
+    for row in record.late:
+        record.late[row].late -= 1
+    _settle(core, record)
+    _restore(core, record, back)
+
+
+def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
+    """Counters, marks and the queue as they were before the plan."""
+    undo, residents = record.undo, core.residents
+    core.ratio.value = undo.ratio
+    core.step = undo.step
+    core.passes -= 1
+    for target, name, value in reversed(undo.attributes):
+        if name == "uncomputed":
+            if target.id in core.lives:
+                core.inflight_tokens += value - target.uncomputed
+                target.uncomputed = value
+        else:
+            setattr(target, name, value)
+    for lagged in undo.lagged:
+        still = lagged[residents.lag[lagged] & residents.taken[lagged]]
+        residents.lag[still] = False
+        residents.lagging -= len(still)
+    for rows, served in undo.served:
+        residents.served[rows] = served
+    for tenant, amount in undo.service:
+        core.service[tenant] -= amount
+    core.totals["cached_tokens"] -= undo.cached
+    for live in back:
+        if live.retractions:
+            core.queue.add_resuming(live)
+        else:
+            core.queue.add(live)

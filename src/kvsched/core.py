@@ -1,0 +1,411 @@
+"""The state that the phases of a step share, and the few moves on it that more than one phase needs.
+
+`Core` is the scheduler without its front door: `kvsched.scheduler` wires it, the phases (`decode`, `prefill`,
+`retraction`, `commit`) act on it. Moves here: taking pages, giving them back, donating them to the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+
+from kvsched.admission.ledger import CommitmentLedger
+from kvsched.admission.ratio import TokenRatio
+from kvsched.config import SchedulerConfig
+from kvsched.errors import InternalError
+from kvsched.live import Live
+from kvsched.plan import Chunk, Event, Plan
+from kvsched.protocols import EventSink, Handle, Pool, TreeCache
+from kvsched.queue import WaitingQueue
+from kvsched.residents import Residents
+from kvsched.tokenlog import TokenLog
+from kvsched.units import Ints, Pages, aligned
+from kvsched.verdict import WaitReason
+
+
+@attrs.define(eq=False)
+class Release:
+    """Pages of a row that go back when the plan it hangs on has ended. `valid`: slots whose KV is good by then."""
+
+    live: Live
+    row: int
+    handle: Handle | None
+    donate: bool
+    valid: int
+
+
+@attrs.define(eq=False)
+class PrefillRow:
+    """One prefill row of a plan in flight."""
+
+    live: Live
+    chunk: Chunk
+    admitted: bool
+
+
+@attrs.define(eq=False)
+class Undo:
+    """What schedule() changed besides rows and pages, as it was before."""
+
+    ratio: float
+    step: int
+    cached: int = 0  # tokens counted as hits
+    attributes: list[tuple[Any, str, Any]] = attrs.field(factory=list)
+    lagged: list[Ints] = attrs.field(factory=list)
+    served: list[tuple[Ints, Ints]] = attrs.field(factory=list)
+    service: list[tuple[str, float]] = attrs.field(factory=list)
+    grants: list[tuple[Ints, Ints]] = attrs.field(factory=list)  # rows, pages appended to each
+
+    def set(self, target: Any, name: str, value: Any) -> None:
+        """Assign, remembering what was there."""
+        self.attributes.append((target, name, getattr(target, name)))
+        setattr(target, name, value)
+
+
+@attrs.define(eq=False)
+class InFlight:
+    """A plan that waits for its commit or rollback, and what hangs on it.
+
+    decode_rows, decode_widths: the plan's decode rows and slots per row (None: one each). ending: positions of decode
+    rows that reach their last slot. blocks: block-diffusion rows. dropped: rows whose tokens are not delivered.
+    late: rows whose token goes to a request that was retracted meanwhile.
+    """
+
+    plan: Plan
+    undo: Undo
+    decode_rows: Ints
+    decode_widths: Ints | None
+    ending: Ints
+    blocks: list[Live]
+    prefill: list[PrefillRow]
+    releases: list[Release] = attrs.field(factory=list)
+    dropped: set[int] = attrs.field(factory=set)
+    late: dict[int, Live] = attrs.field(factory=dict)
+
+    def position(self, row: int) -> int:
+        """The row's position in the plan, -1 when the plan does not name it. O(log rows)."""
+        rows = self.decode_rows
+        at = int(rows.searchsorted(row))
+        if at < len(rows) and rows[at] == row:
+            return at
+        for index, entry in enumerate(self.prefill):
+            if entry.chunk.row == row:
+                return self.plan.decodes + index
+        return -1
+
+    def width(self, row: int) -> int:
+        """Slots that the plan computes for the row beyond what was computed before it; 0 when it does not name it."""
+        at = self.position(row)
+        if at < 0:
+            return 0
+        if at >= self.plan.decodes:
+            return self.prefill[at - self.plan.decodes].chunk.length
+        if any(live.row == row for live in self.blocks):
+            return 0
+        return 1 if self.decode_widths is None else int(self.decode_widths[at])
+
+    def samples(self, row: int) -> bool:
+        """Whether the plan samples a token for the row."""
+        at = self.position(row)
+        return at >= 0 and (at < self.plan.decodes or self.prefill[at - self.plan.decodes].chunk.last)
+
+
+@attrs.define(eq=False)
+class Hold:
+    """Pages set aside by the host under a name, counted as quarantined.
+
+    pages: private pages of the request that has the name, or pages taken from the pool. cached: how many more lie in
+    the cache, kept there by `handle`. row: of the request whose private pages these are, -1 once it has left.
+    """
+
+    pages: Pages
+    until: int | None
+    row: int = -1
+    cached: int = 0
+    handle: Handle | None = None
+
+
+@attrs.define(eq=False)
+class Pass:
+    """What the last admission pass saw, kept for explain(): scalars only."""
+
+    step: int
+    number: int
+    closed: bool  # nobody behind the deferred head was tried any more
+    fundable: int
+    partial_places: int | None
+    full: bool  # max_running was reached
+
+
+TOTALS = ("finished", "aborted", "retractions", "prefill_tokens", "recomputed_tokens", "cached_tokens", "emitted",
+          "evicted_pages", "steps")
+
+
+class Core:
+    """Everything a step reads and writes."""
+
+    __slots__ = (
+        "arrivals", "attempts", "blocks", "cache", "charged", "completions", "config", "decode_steps", "evicted", "events",
+        "floor", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
+        "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
+        "quarantined", "queue", "ratio", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
+        "inflight_tokens", "admissions", "service", "rates",
+    )
+
+    def __init__(self, config: SchedulerConfig, pool: Pool, cache: TreeCache | None, sink: EventSink | None,
+                 ledger: CommitmentLedger) -> None:
+        self.config = config
+        self.pool = pool
+        self.cache = cache
+        self.sink = sink
+        self.ledger = ledger
+        self.ratio = TokenRatio(config.conservativeness, config.ratio_start)
+        self.residents = Residents(config.page_size)
+        self.log = TokenLog(self.residents.rows)
+        self.queue = WaitingQueue()
+        self.order: Any = None
+        self.lives: dict[str, Live] = {}
+        self.parents: dict[str, list[Live]] = {}
+        self.running: dict[str, Live] = {}  # residents by admission
+        self.prefilling: dict[str, Live] = {}  # residents whose prompt is not all committed, by admission
+        self.blocks: dict[int, Live] = {}  # block-diffusion residents past their prefill, by row
+        self.in_flight: list[InFlight] = []
+        self.holds: dict[str, Hold] = {}
+        self.hold_rows: dict[int, Hold] = {}
+        self.held_cached = 0  # pages in the cache that count as quarantined because the host holds them
+        self.pins: dict[str, Handle] = {}
+        self.events: list[Event] = []
+        self.totals = dict.fromkeys(TOTALS, 0)
+        self.stops: dict[int, int] = {}  # stop token id -> residents that stop on it
+        self.service: dict[str, float] = {}
+        self.rates: dict[str, float] = {}
+        self.private = 0
+        self.quarantined = 0
+        self.reserve = 0  # pages that pins keep for good
+        self.arrivals = self.admissions = self.passes = self.step = 0
+        self.attempts = self.completions = self.decode_steps = 0
+        self.progress_step = 0
+        self.last_decode_step = 0
+        self.postponed = False  # the last step put a due decode behind a grant
+        self.paused: str | None = None
+        self.last_pass: Pass | None = None
+        self.known_promises = False  # somebody was admitted by the peak over time (law B4) and residents remain
+        self.skips: list[tuple[Ints, WaitReason]] = []  # decode rows that got nothing in the last step, and why
+        self.floor: int | None = None
+        self.charged = 0
+        self.evicted = 0
+        self.inflight_tokens = 0
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def available(self) -> int:
+        """Pages that can be written now: free and evictable, or what is left of the agreed floor (law E1)."""
+        pages = self.pool.free + (self.cache.evictable if self.cache is not None else 0)
+        return pages if self.floor is None else min(pages, self.floor - self.charged)
+
+    def ceiling(self) -> int:
+        """Pages that an otherwise empty pool can give to one request: usable less permanent reserves (law B2)."""
+        return self.pool.usable - self.reserve
+
+    def take(self, n: int) -> Pages:
+        """`n` pages from the pool, evicting exactly the shortfall (law D5). The caller has checked `available`."""
+        short = n - self.pool.free
+        if short > 0 and self.cache is not None:
+            pages = self.cache.evict(short)
+            self.pool.release(pages)
+            self.evicted += len(pages)
+        self.charged += n
+        self.private += n
+        return self.pool.alloc(n)
+
+    def store_prefix(self, live: Live, upto: int, *, adopt: bool) -> None:
+        """Put the row's pages up to `upto` valid tokens into the cache and keep them locked (law D8).
+
+        The region of a row: [0, handle.length) is the cache's; the rest is private. Pages that the cache already had
+        in another copy are exchanged in the table, which only happens while no plan names the row (`adopt`).
+        """
+        cache, handle = self.cache, live.handle
+        if cache is None or handle is None or not live.request.cache_write or live.row in self.hold_rows:
+            return
+        size = self.config.page_size
+        start, stop = handle.length, aligned(upto, size)
+        if stop <= start:
+            return
+        mine = self.residents.table[live.row, start // size : stop // size].copy()
+        kept = cache.extend(handle, live.part(start, stop), mine, adopt=adopt)
+        if kept is None:
+            return
+        twice = mine[kept != mine]
+        if len(twice):
+            self.residents.table[live.row, start // size : stop // size] = kept
+            self.pool.release(twice)
+        self.private -= len(mine)
+
+    # -- leaving --------------------------------------------------------------------------------------------------
+
+    def naming(self, row: int) -> list[InFlight]:
+        """Plans in flight that name the row, oldest first."""
+        return [record for record in self.in_flight if record.position(row) >= 0]
+
+    def committed(self, live: Live) -> int:
+        """Slots of a resident whose step has been committed. O(plans in flight)."""
+        if live.row < 0:
+            return 0
+        return int(self.residents.ctx[live.row]) - sum(record.width(live.row) for record in self.in_flight)
+
+    def collect(self, live: Live) -> None:
+        """Move the tokens of a resident from the log into its record."""
+        tail = self.log.read(live.row, live.since)
+        if len(tail):
+            live.generated = np.concatenate((live.generated, tail))
+        live.since = self.log.tick
+
+    def emitted(self, live: Live) -> int:
+        """Tokens delivered so far."""
+        count = len(live.generated)
+        return count if live.row < 0 else count + len(self.log.read(live.row, live.since))
+
+    def leave(self, live: Live, *, donate: bool, valid: int) -> None:
+        """A resident stops being one: its pages go back now, or when the last plan that names its row ends.
+
+        valid: slots whose KV is good, for donation. The caller has collected its tokens.
+        """
+        residents, row = self.residents, live.row
+        if residents.lag[row]:
+            live.last_token_step = int(residents.last_emit[row])
+        live.max_gap = max(live.max_gap, int(residents.gap[row]))
+        residents.leave(row)
+        self.blocks.pop(row, None)
+        self.running.pop(live.id, None)
+        self.prefilling.pop(live.id, None)
+        self.ledger.release(live.id)
+        for stop in live.stops:
+            self.stops[stop] -= 1
+            if not self.stops[stop]:
+                del self.stops[stop]
+        release = Release(live, row, live.handle, donate, valid)
+        live.handle = None
+        live.row = -1
+        naming = self.naming(row)
+        if naming:
+            private = self.private_pages(release)
+            self.private -= private
+            self.quarantined += private
+            naming[-1].releases.append(release)
+        else:
+            self.settle(release, quarantined=False)
+
+    def private_pages(self, release: Release) -> int:
+        """Pages of a leaving row that are in no cache, less those that the host holds."""
+        shared = release.handle.length // self.config.page_size if release.handle is not None else 0
+        return int(self.residents.held[release.row]) - shared - self._set_aside(release.row)
+
+    def _set_aside(self, row: int) -> int:
+        hold = self.hold_rows.get(row)
+        return len(hold.pages) if hold is not None else 0
+
+    def settle(self, release: Release, *, quarantined: bool) -> None:
+        """No plan names the row any more: donate what is valid, give the rest back, unlock, free the row."""
+        live, row, handle, size = release.live, release.row, release.handle, self.config.page_size
+        private = self.private_pages(release)
+        if quarantined:
+            self.quarantined -= private
+        else:
+            self.private -= private
+        pages = self.residents.pages(row).copy()
+        shared = 0
+        hold = self.hold_rows.pop(row, None)
+        if handle is not None and self.cache is not None:
+            shared = handle.length // size
+            stop = aligned(min(release.valid, len(live.tokens) + len(live.generated)), size)
+            if release.donate and live.request.cache_write and stop > handle.length and hold is None:
+                mine = pages[shared : stop // size]
+                kept = self.cache.extend(handle, live.part(handle.length, stop), mine)
+                if kept is None:
+                    raise InternalError("a cache refused to adopt pages")
+                self.pool.release(mine[kept != mine])
+                shared = stop // size
+            self.cache.unlock(handle)
+            if release.donate and live.request.pin and live.id not in self.lives:
+                self.pin(live)
+        rest = pages[shared:]
+        if hold is not None:
+            hold.row = -1
+            rest = rest[~np.isin(rest, hold.pages)]
+        if len(rest):
+            self.pool.release(rest)
+        self.residents.vacate(row)
+
+    def pin(self, live: Live) -> None:
+        """Keep leading prompt pages for good, as far as the limit and every accepted request allow (law D7).
+
+        Pages that another owner pinned already cost nothing more. A pin that would leave too little for an accepted
+        request is cut short; the event says how many of how many pages it got.
+        """
+        cache, size, limit = self.cache, self.config.page_size, self.config.pin_limit_pages
+        wanted = min(live.request.pin, live.prompt // size)
+        granted = 0
+        if limit is not None and cache is not None and wanted:
+            largest = max((other.total_pages for other in self.lives.values()), default=0)
+            room = min(limit - self.reserve, self.ceiling() - largest)
+            pinned = self.pinned_pages()
+            handle = cache.lock(live.space, live.tokens[: wanted * size])
+            for page in handle.pages.tolist():
+                room -= page not in pinned
+                if room < 0:
+                    break
+                granted += 1
+            if granted * size < handle.length:
+                shorter = cache.lock(live.space, live.tokens[: granted * size])
+                cache.unlock(handle)
+                handle = shorter
+            self.unpin(live.id)
+            self.pins[live.id] = handle
+            self.reserve = len(self.pinned_pages())
+        self.tell("pinned", live, f"{granted} of {live.request.pin} pages")
+
+    def unpin(self, owner: str) -> bool:
+        """Let go of an owner's pin; pages that another owner pinned stay. False when it has none."""
+        handle = self.pins.pop(owner, None)
+        if handle is None or self.cache is None:
+            return False
+        self.cache.unlock(handle)
+        self.reserve = len(self.pinned_pages())
+        return True
+
+    def pinned_pages(self) -> set[int]:
+        """Pages that at least one pin keeps. O(pinned pages)."""
+        return {page for handle in self.pins.values() for page in handle.pages.tolist()}
+
+    def on_their_way(self) -> int:
+        """Pages that the plans in flight will give back: quarantined rows, and what only they keep in the cache."""
+        pages = 0
+        for record in self.in_flight:
+            for release in record.releases:
+                pages += self.private_pages(release)
+                if release.handle is not None and self.cache is not None:
+                    pages += self.cache.exclusive(release.handle)
+        return pages
+
+    def releasable(self, live: Live) -> int:
+        """Pages that would become free or evictable if the resident left now."""
+        size = self.config.page_size
+        held = int(self.residents.held[live.row]) - self._set_aside(live.row)
+        if live.handle is None or self.cache is None:
+            return held
+        return held - live.handle.length // size + self.cache.exclusive(live.handle)
+
+    # -- words ----------------------------------------------------------------------------------------------------
+
+    def tell(self, kind: str, live: Live, detail: str = "") -> None:
+        """Note an event for the sink; delivered when the call's state is complete."""
+        if self.sink is not None:
+            self.events.append(Event(kind, live.id, self.step, detail))
+
+    def blame(self, live: Live, reason: WaitReason, short_by: int | None = None) -> None:
+        """Note why a request got nothing in this pass."""
+        live.reason = reason
+        live.short_by = short_by
+        live.reason_pass = self.passes

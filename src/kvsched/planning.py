@@ -1,0 +1,191 @@
+"""schedule(): the phases of a step in their order, and the plan made of what they decided (law C4)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvsched.core import Core, InFlight, Undo
+from kvsched.decode import plan_decodes, skip
+from kvsched.displace import displace
+from kvsched.explain import status_of
+from kvsched.holds import expire
+from kvsched.live import Live
+from kvsched.plan import Agreed, Deltas, Plan
+from kvsched.prefill import Admission, arranger, continue_all, continue_chunk, partials, record_pass
+from kvsched.step import EMPTY, Step, ones
+from kvsched.units import Ints, Pages
+from kvsched.verdict import WaitReason
+
+NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
+NO_PAGES.flags.writeable = False
+NO_DELTAS = Deltas(EMPTY, EMPTY, NO_PAGES)
+
+
+def make_plan(core: Core, agreed: Agreed | None) -> Plan:
+    """One step: decide, record what is needed to undo it, and return the plan."""
+    undo = Undo(core.ratio.value, core.step)
+    step = Step(core, core.step + 1, core.config.max_step_tokens, undo)
+    core.passes += 1
+    core.attempts += 1
+    core.floor = None if agreed is None else agreed.free_pages
+    core.charged = 0
+    core.evicted = 0
+    core.skips = []
+    if core.holds:
+        expire(core, core.step)
+    if core.paused is None:
+        _phases(step, agreed)
+    elif core.residents.count:
+        skip(step, core.residents.active_rows(), WaitReason.PAUSED)
+    core.floor = None
+    core.step = step.number
+    core.totals["evicted_pages"] += core.evicted
+    for live in step.admitted:
+        core.queue.remove(live)
+    _activate(step)
+    plan, record = _build(step)
+    core.in_flight.append(record)
+    return plan
+
+
+def _phases(step: Step, agreed: Agreed | None) -> None:
+    core, config, undo = step.core, step.core.config, step.undo
+    waiting = len(core.queue)
+    if waiting and config.preempt_priority:
+        displace(step)
+    decoding = len(core.residents.active_rows()) or core.blocks
+    granted = False
+    if config.prefill_grant is not None and decoding and (core.prefilling or waiting):
+        granted = _grant(step)
+    first = config.decode_every > 1 and (core.prefilling or waiting) and \
+        step.number - core.last_decode_step < config.decode_every
+    left = None if agreed is None else agreed.admit
+    if first:
+        _prefill(step, left)
+        plan_decodes(step)
+    else:
+        plan_decodes(step)
+        _prefill(step, left)
+    served = len(step.decode_rows) + len(step.blocks)
+    if served == len(core.residents.active_rows()) + len(step.ending) + len(core.blocks) or not decoding:
+        undo.set(core, "last_decode_step", step.number)
+    undo.set(core, "postponed", granted and bool(core.skips))
+    if decoding and not step.retracted:
+        core.ratio.decay()
+
+
+def _prefill(step: Step, left: int | None) -> None:
+    core = step.core
+    if core.prefilling:
+        continue_all(step)
+    if len(core.queue) > len(step.admitted):
+        admission = Admission(step, left)
+        admission.run()
+        record_pass(admission)
+
+
+def _grant(step: Step) -> bool:
+    """A prefill whose grant is due gets its chunk before the decodes of this step (law C4).
+
+    One prefill per step, the one that waited longest. After a step in which a grant put decodes off, decodes go first.
+    """
+    core, every = step.core, step.core.config.prefill_grant
+    if every is None or core.postponed:
+        return False
+    due = [live for live in partials(core) if step.number - live.last_grant >= every]
+    head = _first_ready(core)
+    if head is not None and core.passes - head.submitted_pass >= every:
+        due.append(head)
+    if not due:
+        return False
+    live = min(due, key=lambda one: (one.last_grant if one.row >= 0 else step.number - every, one.arrival))
+    if live.row >= 0:
+        return continue_chunk(step, live)
+    before = len(step.admitted)
+    Admission(step, None).run(only=live)
+    return len(step.admitted) > before
+
+
+def _first_ready(core: Core) -> Live | None:
+    """The request that waits and would be tried first."""
+    for live in core.queue.candidates(arranger(core)):
+        if live.ready and not live.late:
+            return live
+    return None
+
+
+def _activate(step: Step) -> None:
+    """Residents whose prefill ends in this step can decode from the next one on."""
+    core, residents = step.core, step.core.residents
+    for row in step.fresh:
+        live = residents.live[row]
+        if live is None or residents.ctx[row] >= residents.total[row]:
+            continue
+        if live.request.block_tokens is not None:
+            core.blocks[row] = live
+        else:
+            residents.set_active(row, value=True)
+
+
+def _build(step: Step) -> tuple[Plan, InFlight]:
+    core = step.core
+    rows, starts, widths, ending = step.decode_rows, step.decode_starts, step.decode_widths, step.ending
+    if step.blocks:
+        rows, starts, widths, ending = _with_blocks(step)
+    decodes = len(rows)
+    counts: Ints = ones(decodes) if widths is None else widths
+    decode_rows = rows
+    if step.prefill:
+        chunks = tuple(entry.chunk for entry in step.prefill)
+        rows = np.concatenate((rows, np.array([chunk.row for chunk in chunks], dtype=np.int64)))
+        starts = np.concatenate((starts, np.array([chunk.start for chunk in chunks], dtype=np.int64)))
+        counts = np.concatenate((counts, np.array([chunk.length for chunk in chunks], dtype=np.int64)))
+    else:
+        chunks = ()
+    for array in (rows, starts, counts):
+        array.flags.writeable = False
+    names = core.residents.names()
+    plan = Plan(
+        step=step.number,
+        status=status_of(core, rows=len(rows)),
+        rows=rows,
+        starts=starts,
+        counts=counts,
+        decodes=decodes,
+        prefill=chunks,
+        deltas=_deltas(step),
+        retracted=tuple(step.retracted),
+        evicted=core.evicted,
+        copies=(),
+        admitted=tuple(live.id for live in step.admitted),
+        decode_ids=lambda: tuple([names[row] for row in decode_rows.tolist()]),
+    )
+    return plan, InFlight(plan, step.undo, decode_rows, widths, ending, step.blocks, step.prefill)
+
+
+def _with_blocks(step: Step) -> tuple[Ints, Ints, Ints, Ints]:
+    """Decode rows and block rows together, ascending."""
+    core = step.core
+    residents = core.residents
+    block_rows = np.array([live.row for live in step.blocks], dtype=np.int64)
+    block_starts = residents.ctx[block_rows]
+    block_widths = np.minimum([live.request.block_tokens or 1 for live in step.blocks], residents.total[block_rows] - block_starts)
+    widths = ones(len(step.decode_rows)) if step.decode_widths is None else step.decode_widths
+    rows = np.concatenate((step.decode_rows, block_rows))
+    turn = np.argsort(rows)
+    ending = np.sort(np.argsort(turn)[step.ending])
+    rows = rows[turn]
+    return rows, np.concatenate((step.decode_starts, block_starts))[turn], np.concatenate((widths, block_widths))[turn], ending
+
+
+def _deltas(step: Step) -> Deltas:
+    parts = len(step.delta_rows)
+    if parts == 0:
+        return NO_DELTAS
+    if parts == 1:
+        arrays = (step.delta_rows[0], step.delta_columns[0], step.delta_pages[0])
+    else:
+        arrays = (np.concatenate(step.delta_rows), np.concatenate(step.delta_columns), np.concatenate(step.delta_pages))
+    for array in arrays:
+        array.flags.writeable = False
+    return Deltas(*arrays)

@@ -1,0 +1,416 @@
+"""The prefill phases of a step: chunks of residents, then new and resuming requests.
+
+Order and limits are law C4; what may be promised is asked of `kvsched.admission.budget` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+
+import numpy as np
+
+from kvsched.admission.budget import Funds, first_fit, over_promised, pages_wanted, safe
+from kvsched.admission.chunking import chunk_length
+from kvsched.core import Core, Pass, PrefillRow
+from kvsched.live import Live
+from kvsched.plan import Chunk
+from kvsched.protocols import Handle
+from kvsched.request import Cause
+from kvsched.step import Step
+from kvsched.units import Pages, aligned, pages_for, reusable
+from kvsched.verdict import HEAD_REASONS, Verdict, WaitReason, decide
+
+NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
+
+
+# -- chunks of residents ----------------------------------------------------------------------------------------------
+
+
+def remaining(core: Core, live: Live) -> int:
+    """Tokens of a resident's prefill that no plan computes yet."""
+    return live.target - int(core.residents.ctx[live.row])
+
+
+def partials(core: Core) -> list[Live]:
+    """Residents with prefill left to schedule, by admission."""
+    return [live for live in core.prefilling.values() if remaining(core, live) > 0]
+
+
+def alone(core: Core, live: Live, step: Step) -> bool:
+    """Whether no other request wants prefill now."""
+    waiting = len(core.queue) - core.queue.unready - len(step.admitted) - (live.row < 0)
+    others = any(other is not live and remaining(core, other) > 0 for other in core.prefilling.values())
+    return waiting <= 0 and not others
+
+
+def continue_chunk(step: Step, live: Live, cap: int | None = None) -> bool:
+    """Give a resident its next chunk, as long as budget and pages allow. False when it got nothing."""
+    core = step.core
+    config, residents, row = core.config, core.residents, live.row
+    if row in step.planned:
+        return True
+    start = int(residents.ctx[row])
+    length = chunk_length(live.target - start, step.budget if cap is None else min(cap, step.budget), config.chunk_tokens,
+                          config.long_prefill_tokens, alone=alone(core, live, step))
+    if length <= 0:
+        core.blame(live, WaitReason.STEP_TOKENS)
+        return False
+    held = int(residents.held[row])
+    pages = pages_for(start + length, config.page_size) - held
+    room = core.available()
+    if pages > room:  # an estimate was too low for somebody: take what is there, or park (case C41)
+        length = min(length, (held + room) * config.page_size - start)
+        pages = room
+    if length > 0 and pages > 0 and core.known_promises and config.admission == "guaranteed" and over_promised(core) \
+            and not safe(core, {row: pages}):
+        length = 0
+    if length <= 0:
+        core.blame(live, WaitReason.PAGES, 1)
+        return False
+    step.grow(row, max(pages, 0))
+    _emit_chunk(step, live, start, length, admitted=False)
+    return True
+
+
+def _emit_chunk(step: Step, live: Live, start: int, length: int, *, admitted: bool) -> None:
+    core, row = step.core, live.row
+    end = start + length
+    last = end == live.target
+    chunk = Chunk(live.id, row, start, live.part(start, end), last)
+    step.prefill.append(PrefillRow(live, chunk, admitted))
+    step.planned.add(row)
+    step.budget -= length
+    core.residents.ctx[row] = end
+    core.ledger.spend(live.id, length)
+    step.undo.set(live, "last_grant", step.number)
+    live.reason = None
+    if core.config.order == "fair":
+        charge(step, live.tenant, length)
+    if last:
+        step.fresh.append(row)
+
+
+def charge(step: Step, tenant: str, tokens: int) -> None:
+    """Count tokens served against a tenant's share."""
+    core = step.core
+    amount = tokens / core.rates.get(tenant, 1.0)
+    core.service[tenant] = core.service.get(tenant, 0.0) + amount
+    step.undo.service.append((tenant, amount))
+
+
+def continue_all(step: Step) -> None:
+    """Every resident between two chunks, by admission."""
+    for live in partials(step.core):
+        continue_chunk(step, live)
+
+
+# -- admission --------------------------------------------------------------------------------------------------------
+
+
+class Admission:
+    """One pass over those who wait: who starts in this step, and why the others do not."""
+
+    __slots__ = ("adapters", "beside", "closed", "core", "funds", "head", "head_handle", "left", "places", "step", "barrier")
+
+    def __init__(self, step: Step, left: int | None) -> None:
+        core = step.core
+        self.core = core
+        self.step = step
+        self.left = left  # newcomers that the ranks agreed on
+        self.funds = Funds(core)
+        self.head: Live | None = None
+        self.head_handle: Handle | None = None
+        self.beside: int | None = None  # backfill: pages left beside the head at its start
+        self.closed = False
+        self.barrier = False  # somebody who was overtaken for the adapter limit before is still waiting
+        limit = core.config.max_partial_prefills
+        self.places = None if limit is None else limit - len(partials(core))
+        self.adapters = {live.request.adapter for live in core.running.values()} - {None}
+
+    def run(self, only: Live | None = None, cap: int | None = None) -> None:
+        """Try everybody in order, or `only` one, whose chunk is then at most `cap` tokens."""
+        core, step = self.core, self.step
+        for live in core.queue.candidates(arranger(core)):
+            if live in step.admitted or (only is not None and live is not only):
+                continue
+            if self.head is not None and self._behind_head_closed():
+                self.closed = True
+                break
+            if step.budget <= 0 and self.head is None:
+                break
+            reason = self._try(live, cap)
+            if reason is None:
+                self._passed(live)
+            elif reason in HEAD_REASONS and self.head is None:
+                self.head = live
+                if live.first_pass < 0:
+                    live.first_pass = core.passes
+                if core.config.head == "strict":
+                    self.closed = True
+                    break
+        if self.head_handle is not None and core.cache is not None:
+            core.cache.unlock(self.head_handle)
+
+    def _behind_head_closed(self) -> bool:
+        """Whether nobody behind the deferred head may be tried (law B10)."""
+        core, head = self.core, self.head
+        if head is None:
+            return False
+        if core.residents.count >= core.config.max_running or self.step.budget <= 0:
+            return True
+        if core.config.head == "skip":
+            return head.bypassed >= core.config.max_bypass
+        if core.config.head == "backfill":
+            return self.beside is None or self.beside <= 0 or self.funds.fundable() <= 0
+        return True
+
+    def _passed(self, live: Live) -> None:
+        """`live` was admitted: count it against those it overtook."""
+        core, undo = self.core, self.step.undo
+        if self.head is not None:
+            undo.set(self.head, "bypassed", self.head.bypassed + 1)
+        if core.config.order == "sjf":
+            for other in core.queue.fresh.values():
+                if other.arrival >= live.arrival:
+                    break
+                if other not in self.step.admitted:
+                    undo.set(other, "skips", other.skips + 1)
+
+    def _try(self, live: Live, cap: int | None) -> WaitReason | None:
+        """Admit the request, or say why not, the first reason in the order of `WaitReason`."""
+        core, step = self.core, self.step
+        config = core.config
+        if not live.ready or live.late:
+            return self._no(live, WaitReason.HOST)
+        if self.left is not None and self.left <= 0:
+            return self._no(live, WaitReason.RANK_AGREEMENT, 1)
+        if core.residents.count >= config.max_running:
+            return self._no(live, WaitReason.RUNNING_LIMIT, 1)
+        if step.retracted_for_memory:
+            return self._no(live, WaitReason.COMMITMENT, None)
+        adapter = live.request.adapter
+        full = config.max_adapters is not None and adapter is not None and (
+            self.barrier or (adapter not in self.adapters and len(self.adapters) >= config.max_adapters))
+        if full or self.places is not None or config.hold_shared_prefill or live.family is not None:
+            matched = match(core, live)
+            reason = self._stepped_over(live, matched, full=full)
+            if reason is not None:
+                return self._no(live, reason)
+        wanted = pages_wanted(core, live)
+        size = config.page_size
+        if core.cache is not None and live.hint_grown == core.cache.grown:
+            least = wanted - live.hint // size  # the hit can only have shrunk since
+            if least > self.funds.fundable() and not live.request.ignore_eos and self._may_skip_lock(live):
+                return self._short(live, least)
+        handle, matched = lock(core, live)
+        need = wanted - matched // size
+        verdict = decide(need, self.funds.fundable(), core.pool.usable)
+        by_peak = False
+        if verdict is not Verdict.ADMIT and live.request.ignore_eos and self._beside_head(need):
+            by_peak = self.funds.peak_fits(live, matched // size)
+        beside = self._beside_head(need)
+        if (verdict is not Verdict.ADMIT and not by_peak) or not beside:
+            reason = self._short(live, need) if beside else self._no(live, WaitReason.HEAD_OF_LINE)
+            self._let_go(live, handle, need)
+            return reason
+        budget = step.budget if cap is None else min(cap, step.budget)
+        length = chunk_length(live.target - matched, budget, config.chunk_tokens, config.long_prefill_tokens,
+                              alone=alone(core, live, step))
+        if length <= 0:
+            if handle is not None and core.cache is not None:
+                core.cache.unlock(handle)
+            return self._no(live, WaitReason.STEP_TOKENS)
+        self._admit(live, handle, matched, length, need, by_peak=by_peak)
+        return None
+
+    def _may_skip_lock(self, live: Live) -> bool:
+        """A deferred head under backfill is kept locked for the pass, so it is locked even when it cannot fit."""
+        del live
+        return self.head is not None or self.core.config.head != "backfill"
+
+    def _stepped_over(self, live: Live, matched: int, *, full: bool) -> WaitReason | None:
+        core, step, config = self.core, self.step, self.core.config
+        if self.places is not None and self.places <= 0:
+            rest = live.target - matched
+            length = chunk_length(rest, step.budget, config.chunk_tokens, config.long_prefill_tokens,
+                                  alone=alone(core, live, step))
+            if length < rest:
+                return WaitReason.PARTIAL_PREFILL_LIMIT
+        if full:
+            if live.overtaken:
+                self.barrier = True
+            else:
+                step.undo.set(live, "overtaken", True)
+            return WaitReason.ADAPTER_LIMIT
+        if (config.hold_shared_prefill or live.family is not None) and awaits_prefill(core, live, matched):
+            return WaitReason.SHARED_PREFILL
+        return None
+
+    def _beside_head(self, need: int) -> bool:
+        return self.head is None or self.core.config.head != "backfill" or (self.beside is not None and need <= self.beside)
+
+    def _no(self, live: Live, reason: WaitReason, short_by: int | None = None) -> WaitReason:
+        self.core.blame(live, reason, short_by)
+        return reason
+
+    def _short(self, live: Live, need: int) -> WaitReason:
+        """The word for a shortage of memory, and by how many pages."""
+        return self._no(live, *memory_reason(self.core, need, self.funds.fundable()))
+
+    def _let_go(self, live: Live, handle: Handle | None, need: int) -> None:
+        """A candidate that is not admitted leaves no lock behind; a backfill head keeps its own until the pass ends."""
+        core = self.core
+        if self.head is None and core.config.head == "backfill":
+            self.beside = first_fit(core, need, self.funds)
+            self.head_handle = handle
+        elif handle is not None and core.cache is not None:
+            core.cache.unlock(handle)
+        del live
+
+    def _admit(self, live: Live, handle: Handle | None, matched: int, length: int, need: int, *, by_peak: bool) -> None:
+        core, step = self.core, self.step
+        size = core.config.page_size
+        pages = handle.pages if handle is not None else NO_PAGES
+        row = core.residents.enter(live, matched, pages)
+        live.handle = handle
+        live.since = core.log.tick
+        live.move(Cause.ADMIT)
+        core.admissions += 1
+        live.admitted = core.admissions
+        live.cached = matched
+        core.residents.served[row] = step.number
+        core.running[live.id] = live
+        core.prefilling[live.id] = live
+        for stop in live.stops:
+            core.stops[stop] = core.stops.get(stop, 0) + 1
+        core.ledger.commit(live.id, live.target - matched)
+        core.totals["cached_tokens"] += matched
+        step.undo.cached += matched
+        step.undo.set(live, "waited", live.waited + core.passes - 1 - live.submitted_pass)
+        if live.uncomputed:
+            counted = live.prompt - min(matched, live.prompt)
+            if counted < live.uncomputed:
+                core.inflight_tokens -= live.uncomputed - counted
+                step.undo.set(live, "uncomputed", counted)
+        if len(pages):
+            step.note(row, 0, pages)
+        now = pages_for(matched + length, size) - len(pages)
+        step.grow(row, now)
+        self.funds.promised += max(need - now, 0)
+        if self.beside is not None:
+            self.beside -= need
+        core.known_promises = core.known_promises or by_peak
+        if self.places is not None and matched + length < live.target:
+            self.places -= 1
+        if live.request.adapter is not None:
+            self.adapters.add(live.request.adapter)
+        if self.left is not None:
+            self.left -= 1
+        _emit_chunk(step, live, matched, length, admitted=True)
+        step.admitted.append(live)
+        core.tell("admitted", live)
+
+
+def memory_reason(core: Core, need: int, fundable: int) -> tuple[WaitReason, int]:
+    """Which memory is short for `need` pages, and by how many: held by the host, not there, or promised to others."""
+    held = sum(len(hold.pages) + hold.cached for hold in core.holds.values())
+    short = need - fundable
+    if held and need <= fundable + held:
+        return WaitReason.PINNED_PAGES, short
+    if need > core.available():
+        return WaitReason.PAGES, short
+    return WaitReason.COMMITMENT, short
+
+
+def match(core: Core, live: Live) -> int:
+    """Tokens that the cache would serve, read only; remembered while nothing was added to the cache."""
+    cache = core.cache
+    if cache is None or not live.request.cache_read:
+        return 0
+    if live.hint_grown != cache.grown:
+        live.hint = cache.match(live.space, live.sequence()[: reusable(live.target, core.config.page_size)])
+        live.hint_grown = cache.grown
+    return live.hint
+
+
+def lock(core: Core, live: Live) -> tuple[Handle | None, int]:
+    """Match and lock; the handle, and how many tokens it serves."""
+    cache = core.cache
+    if cache is None:
+        return None, 0
+    usable = reusable(live.target, core.config.page_size) if live.request.cache_read else 0
+    handle = cache.lock(live.space, live.sequence()[:usable])
+    live.hint, live.hint_grown = handle.length, cache.grown
+    return handle, handle.length
+
+
+def awaits_prefill(core: Core, live: Live, matched: int) -> bool:
+    """Whether a resident is about to put the very next page that this request lacks into the cache.
+
+    Siblings (n > 1) always wait for each other's prompt; others only under `hold_shared_prefill`.
+    """
+    if core.cache is None or not live.request.cache_read:
+        return False
+    size = core.config.page_size
+    until = matched + size
+    if until > reusable(live.target, size):
+        return False
+    mine = live.part(0, until)
+    for other in core.prefilling.values():
+        family = live.family is not None and other.family is live.family
+        if not (family or core.config.hold_shared_prefill) or not other.request.cache_write:
+            continue
+        space: Hashable = other.space
+        if space == live.space and aligned(other.target, size) >= until and np.array_equal(other.part(0, until), mine):
+            return True
+    return False
+
+
+class _View:
+    """What the orders see of the core."""
+
+    __slots__ = ("core",)
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    def matched(self, live: Live) -> int:
+        return match(self.core, live)
+
+    def path(self, live: Live) -> tuple[int, ...]:
+        finder = getattr(self.core.cache, "path", None)
+        if finder is None or not live.request.cache_read:
+            return ()
+        found: tuple[int, ...] = finder(live.space, live.tokens)
+        return found
+
+    def waited(self, live: Live) -> int:
+        return live.waited + self.core.passes - live.submitted_pass
+
+    @property
+    def aging_tokens(self) -> int:
+        return self.core.config.aging_tokens
+
+    @property
+    def max_skips(self) -> int:
+        return self.core.config.max_skips
+
+    @property
+    def service(self) -> dict[str, float]:
+        return self.core.service
+
+    def weight(self, tenant: str) -> float:
+        return self.core.rates.get(tenant, 1.0)
+
+
+def arranger(core: Core) -> Callable[[Iterable[Live]], Iterable[Live]]:
+    """The present order as a function of those who wait."""
+    view = _View(core)
+    return lambda waiting: core.order.arrange(waiting, view)
+
+
+def record_pass(admission: Admission) -> None:
+    """Keep what explain() needs to know of the pass."""
+    core, step = admission.core, admission.step
+    core.last_pass = Pass(step.number, core.passes, admission.closed, admission.funds.fundable(), admission.places,
+                          core.residents.count >= core.config.max_running)
