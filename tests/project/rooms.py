@@ -143,4 +143,4 @@ def violations(sources: Mapping[str, str], table: tuple[Room, ...], packages: fr
     cycle = _cycle(inner)
     if cycle:
         out.append(f"import cycle among {', '.join(cycle)}")
-    return out
+    return list(dict.fromkeys(out))

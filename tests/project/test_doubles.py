@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -12,24 +13,33 @@ import pytest
 from checkout import ROOT
 from doubles import lookalikes, members, missing_members, unlike_members
 
-from kvsched import protocols
+from kvsched import Scheduler, protocols
+from kvsched.order.orders import View
+from kvsched.sim.cost import CostModel
 
 SHAPES: dict[str, Any] = {
-    name: getattr(protocols, name) for name in ("Pool", "TreeCache", "Handle", "Executor", "EventSink")
+    **{name: getattr(protocols, name) for name in ("Pool", "TreeCache", "Handle", "Executor", "EventSink")},
+    "CostModel": CostModel, "View": View, "Scheduler": Scheduler,
 }
-"""What a double can stand in for, by the name of its protocol."""
+"""What a double can stand in for: a protocol, or a real class that is handed around."""
 
-REAL = frozenset({"PagePool", "RadixCache", "NullCache", "Scheduler"})
-"""Real classes; a planted fault that inherits from one has all of its members."""
+REAL = frozenset({"PagePool", "RadixCache", "NullCache", "Scheduler", "LinearCost", "RuleBasedStateMachine", "Protocol"})
+"""Real classes, whose heirs have all of their members (a planted fault is such an heir), and state machines, whose rules
+are called after what they call. A protocol is no double."""
 
 DOUBLES: dict[str, str] = {
     "src/kvsched/testing/executor.py:SimulatedExecutor": "Executor",
+    "src/kvsched/testing/host.py:_Ear": "EventSink",
     "src/kvsched/sim/replay.py:ConstantExecutor": "Executor",
+    "tests/sim/test_replay.py:PerRow": "CostModel",
 }
 """Every class of tests/, of kvsched.testing and of the simulator that is put in the place of a real object: where it
 stands, and what it stands in for. A class that looks like one and is missing here fails the search below."""
 
 NO_DOUBLES: dict[str, str] = {
+    "src/kvsched/testing/cache_model.py:PlainCache": "a model, compared with a cache and never put in its place",
+    "src/kvsched/testing/host.py:CheckedHost": "a host, which drives a scheduler",
+    "src/kvsched/testing/model.py:PlainModel": "a model, compared with a scheduler and never put in its place",
     "tests/test_executor.py:Odd": "planted drift, which its test sees caught",
 }
 """Classes that share method names with a protocol and are never put in its place: where, and what they are."""
@@ -39,7 +49,7 @@ SEARCHED = [*sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "src" / "kv
 
 
 def load(place: str) -> Any:
-    """The class at `path:Name`, from the package or from a test file."""
+    """The class at `path:Name`, from the package or from a test file; one that stands inside a function is made anew."""
     file, _, name = place.partition(":")
     path = ROOT / file
     if path.is_relative_to(ROOT / "src"):
@@ -54,6 +64,9 @@ def load(place: str) -> Any:
             spec.loader.exec_module(module)
         finally:
             sys.path.remove(str(path.parent))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name == name and not hasattr(module, name):
+            exec(compile(ast.Module([node], []), str(path), "exec"), vars(module))
     return getattr(module, name)
 
 
@@ -184,5 +197,6 @@ def test_heirs_of_a_real_class_are_left_out() -> None:
 
 def test_a_double_in_a_test_file_is_loaded_from_there() -> None:
     assert load("tests/project/test_doubles.py:Real").__name__ == "Real"
+    assert missing_members(load("tests/project/test_doubles.py:Drifted"), Real) == ["empty", "shrink", "size"]
     with pytest.raises(AttributeError, match="Absent"):
         load("tests/project/test_doubles.py:Absent")

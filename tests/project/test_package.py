@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
 import json
 import pkgutil
 import subprocess
@@ -18,6 +19,8 @@ import pytest
 from checkout import ROOT, tracked
 
 import kvsched
+from kvsched import units, verdict
+from kvsched.admission import budget, ledger
 from kvsched.verdict import Verdict, decide
 
 COST = """
@@ -54,7 +57,19 @@ def test_the_package_file_is_imports_and_names_only() -> None:
     assert [target.id for target in names[0].targets if isinstance(target, ast.Name)] == ["__all__"]
     assert all(isinstance(node, ast.ImportFrom) for node in rest if node not in names)
     imported = {alias.asname or alias.name for node in rest if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert set(ast.literal_eval(names[0].value)) == imported - {"annotations"}
+    listed = ast.literal_eval(names[0].value)
+    assert sorted(listed) == listed, "in order, so that a change shows as one line"
+    assert set(listed) == imported - {"annotations"}
+
+
+def test_the_public_names_are_these() -> None:
+    """A name that leaves or joins the public API is a decision: it changes this list and the changelog."""
+    assert kvsched.__all__ == [
+        "Accepted", "Agreed", "Chunk", "Deltas", "Ended", "Event", "Explanation", "Finish", "Flushed", "HostError",
+        "InternalError", "KvschedError", "Namespace", "NullCache", "Outcome", "PagePool", "Plan", "RadixCache", "RefusalReason",
+        "Refused", "Request", "Scheduler", "SchedulerConfig", "State", "Status", "StepResult", "WaitReason",
+    ]
+    assert all(hasattr(kvsched, name) for name in kvsched.__all__)
 
 
 def test_the_built_wheel_works_by_itself(tmp_path: Path) -> None:
@@ -101,8 +116,24 @@ def test_there_are_doctests() -> None:
     assert len(examples) >= 5
 
 
-def test_a_verdict_has_no_chunk_size() -> None:
-    """Law B1: a chunk bounds the compute of a step, so it must have no way into the decision."""
+def test_the_decision_takes_no_chunk_size() -> None:
+    """Law B1: a chunk bounds the compute of a step, so it must have no way into the decision or into a need."""
     assert decide(1, 1, 1) is Verdict.ADMIT
     with pytest.raises(TypeError, match="chunk_tokens"):
         decide(1, 1, 1, chunk_tokens=512)  # type: ignore[call-arg]
+    assert budget.reach(100, 50, guaranteed=True, ratio=1.0, clip=1) == 100
+    with pytest.raises(TypeError, match="chunk_tokens"):
+        budget.reach(100, 50, guaranteed=True, ratio=1.0, clip=1, chunk_tokens=512)  # type: ignore[call-arg]
+    for module in (verdict, budget, units):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            assert not [word for word in inspect.signature(function).parameters if "chunk" in word], f"{module.__name__}.{name}"
+    for module in (verdict, budget, units, ledger):
+        tree = ast.parse(inspect.getsource(module))
+        read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not read & {"chunk_tokens", "long_prefill_tokens", "max_step_tokens"}, module.__name__
+
+
+def test_a_large_request_is_charged_whole_and_not_by_its_chunk() -> None:
+    """The case of law B1: charged its 512-token chunk, a request of 327,680 tokens is under-charged 640-fold."""
+    slots = units.total_slots(327_680, 1)
+    assert budget.reach(slots, 327_680, guaranteed=False, ratio=0.098, clip=4096) == 327_680 == 640 * 512
