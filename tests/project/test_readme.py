@@ -21,10 +21,8 @@ def test_the_host_loop_runs_as_printed() -> None:
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0] == "eve is refused: never_fits 128 pages of 64"
-    ended = dict(re.findall(r"^(\w+): (40 tokens, length, \d+) prompt tokens came from the cache$", ran.stdout, re.MULTILINE))
-    assert sorted(ended) == ["ann", "bob", "cat", "dan"]
-    hits = [int(text.rsplit(" ", 1)[1]) for text in ended.values()]
-    assert max(hits) == 400, "the system prompt is 25 whole pages, and later requests find them"
+    ended = re.findall(r"^(\w+): 40 tokens, length, (\d+) prompt tokens came from the cache$", ran.stdout, re.MULTILINE)
+    assert sorted(ended) == [("ann", "0"), ("bob", "400"), ("cat", "400"), ("dan", "400")]
 
 
 def test_the_two_commands_of_the_readme_are_make_targets() -> None:
