@@ -122,7 +122,7 @@ def commit(core: Core, record: InFlight, result: _Checked) -> Outcome:
     if (result.tokens.ndim == 1 and not record.prefill and not record.dropped and not record.blocks
             and not len(result.failed) and record.decode_widths is None):
         delivered = result.tokens
-        core.log.write(plan.rows, delivered)
+        core.log.write(core.residents.index(plan.rows), delivered)
         core.totals["emitted"] += len(delivered)
         core.progress_step = plan.step
         if core.residents.lagging:

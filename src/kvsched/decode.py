@@ -28,20 +28,22 @@ def plan_decodes(step: Step) -> None:
         rows = _take_turns(step, rows, wide)
         if not len(rows):
             return
-    starts = residents.ctx[rows]
+    where = residents.index(rows)
+    starts = residents.ctx[where].copy()
     if wide == 1:
         widths = None
         ends = starts + 1
     else:
         widths = np.minimum(wide, residents.total[rows] - starts)
         ends = starts + widths
-    crossing = (ends > residents.room[rows]).nonzero()[0]
+    crossing = (ends > residents.room[where]).nonzero()[0]
     if len(crossing):
         rows, starts, ends, widths = _cross_pages(step, rows, starts, ends, widths, crossing)
         if not len(rows):
             return
-    ending = (ends == residents.total[rows]).nonzero()[0]
-    residents.ctx[rows] = ends
+        where = residents.index(rows)
+    ending = (ends == residents.total[where]).nonzero()[0]
+    residents.ctx[where] = ends
     if len(ending):
         residents.deactivate(rows[ending])
     step.decode_rows, step.decode_starts, step.decode_widths, step.ending = rows, starts, widths, ending

@@ -272,6 +272,7 @@ class Admission:
         size = core.config.page_size
         pages = handle.pages if handle is not None else NO_PAGES
         row = core.residents.enter(live, matched, pages)
+        core.log.widen(core.residents.rows)
         live.handle = handle
         live.since = core.log.tick
         live.move(Cause.ADMIT)

@@ -6,7 +6,10 @@ request; a request that ends reads its own column.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from kvsched.live import NOTHING
 from kvsched.units import Ints, Tokens
@@ -30,17 +33,19 @@ class TokenLog:
         self.tick = 0
 
     def widen(self, rows: int) -> None:
-        """Make room for more rows, from the next block on; the current block ends early."""
+        """Make room for `rows` rows, from the next block on; a narrower current block ends early."""
+        if rows <= self._width:
+            return
         self._width = rows
         self.tick += TICKS - self._line
         self._line = TICKS
 
-    def write(self, rows: Ints, tokens: Tokens) -> None:
+    def write(self, rows: Ints | slice, tokens: npt.NDArray[np.signedinteger[Any]]) -> None:
         """One line: `tokens[i]` for `rows[i]`. O(rows)."""
         if self._line == TICKS:
             self._blocks.append(np.full((TICKS, self._width), -1, dtype=np.int32))
             self._line = 0
-        self._blocks[-1][self._line][rows] = tokens
+        self._blocks[-1][self._line, rows] = tokens
         self._line += 1
         self.tick += 1
 
