@@ -35,7 +35,7 @@ class _Checked:
     final: Ints
 
 
-def check_result(core: Core, record: InFlight, result: StepResult) -> _Checked:
+def check_result(record: InFlight, result: StepResult) -> _Checked:
     """Hold a result against its plan. O(rows). Raises `InvalidResult` naming the field and what was allowed."""
     if not isinstance(result, StepResult):
         raise InvalidResult(f"commit takes a StepResult, not {type(result).__name__}")
@@ -43,12 +43,11 @@ def check_result(core: Core, record: InFlight, result: StepResult) -> _Checked:
     tokens = result.tokens if isinstance(result.tokens, np.ndarray) else np.asarray(result.tokens if result.tokens is not None else [])
     if not tokens.size and tokens.dtype.kind == "f":
         tokens = tokens.astype(np.int64)
-    wide = bool(record.blocks) or core.config.lookahead_tokens > 0
-    width = max([1 + core.config.lookahead_tokens] + [live.request.block_tokens or 1 for live in record.blocks])
+    width = 1 if record.decode_widths is None else int(record.decode_widths.max())
     if tokens.dtype.kind not in "iu":
         raise InvalidResult(f"tokens must be integers, not {tokens.dtype}")
-    if not (tokens.shape == (count,) or (wide and tokens.ndim == 2 and tokens.shape[0] == count and tokens.shape[1] >= width)):
-        allowed = f"({count},)" + (f" or ({count}, {width})" if wide else "")
+    if not (tokens.shape == (count,) or (tokens.ndim == 2 and tokens.shape[0] == count and tokens.shape[1] >= width)):
+        allowed = f"({count},) or ({count}, at least {width})"
         raise InvalidResult(f"tokens must have the shape {allowed}, one row per row of the plan, not {tokens.shape}")
     accepted = None
     if result.accepted is not None:
@@ -58,8 +57,8 @@ def check_result(core: Core, record: InFlight, result: StepResult) -> _Checked:
         most = np.zeros(count, dtype=np.int64)
         if record.decode_widths is not None:
             most[: record.plan.decodes] = record.decode_widths - 1
-        for live in record.blocks:
-            most[record.position(live.row)] = 0
+        if record.blocks is not None:
+            most[: record.plan.decodes][record.blocks] = 0
         bad = ((accepted < 0) | (accepted > most)).nonzero()[0]
         if len(bad):
             at = int(bad[0])
@@ -70,7 +69,7 @@ def check_result(core: Core, record: InFlight, result: StepResult) -> _Checked:
     failed = _positions(result.failed, "failed", count)
     final = _positions(result.final, "final", count)
     if len(final):
-        blocks = {record.position(live.row) for live in record.blocks}
+        blocks = set() if record.blocks is None else set(record.blocks.nonzero()[0].tolist())
         for at in final.tolist():
             if at not in blocks:
                 raise InvalidResult(f"final names position {at}, which is no block row")
@@ -87,7 +86,8 @@ def _check_ids(record: InFlight, tokens: npt.NDArray[np.signedinteger[Any]], fai
         return
     silent = {record.plan.decodes + at for at, entry in enumerate(record.prefill) if not entry.chunk.last}
     silent.update(failed.tolist())
-    silent.update(record.position(live.row) for live in record.blocks)
+    if record.blocks is not None:
+        silent.update(record.blocks.nonzero()[0].tolist())
     for at in ((flat < 0) | (flat >= 2**31)).nonzero()[0].tolist():
         if at not in silent:
             raise InvalidResult(f"tokens[{at}] must be a token id of at least 0, not {int(flat[at])}")
@@ -119,7 +119,7 @@ def commit(core: Core, record: InFlight, result: _Checked) -> Outcome:
         return Outcome(plan.rows, result.tokens, _NO_FINISH[:0], ())
     if plan.decodes:
         core.decode_steps += 1
-    if (result.tokens.ndim == 1 and not record.prefill and not record.dropped and not record.blocks
+    if (result.tokens.ndim == 1 and not record.prefill and not record.dropped and record.blocks is None
             and not len(result.failed) and record.decode_widths is None):
         delivered = result.tokens
         core.log.write(core.residents.index(plan.rows), delivered)
@@ -209,8 +209,8 @@ def _deliver(core: Core, record: InFlight, result: _Checked) -> tuple[npt.NDArra
             taken[at] = 0
     taken[result.failed] = 0
     _return_slots(core, record, taken, own)
-    if record.blocks:
-        _close_blocks(core, record, result.final.tolist(), taken)
+    if record.blocks is not None:
+        _close_blocks(core, record, record.blocks, result.final, taken, own)
     taken = _until_stop(core, record, tokens, taken)
     delivered = np.where(np.arange(tokens.shape[1]) < taken[:, None], tokens, -1)
     for release in record.releases:
@@ -234,9 +234,8 @@ def _return_slots(core: Core, record: InFlight, taken: Ints, own: npt.NDArray[np
         return
     residents, decodes = core.residents, record.plan.decodes
     plain = own[:decodes].copy()
-    for live in record.blocks:
-        if live.row >= 0:
-            plain[record.position(live.row)] = False
+    if record.blocks is not None:
+        plain &= ~record.blocks
     rows = record.decode_rows[plain]
     residents.ctx[rows] -= record.decode_widths[plain] - np.maximum(taken[:decodes][plain], 1)
     again = rows[(residents.ctx[rows] < residents.total[rows]) & ~residents.active[rows]]
@@ -244,14 +243,17 @@ def _return_slots(core: Core, record: InFlight, taken: Ints, own: npt.NDArray[np
         residents.set_active(row, value=True)
 
 
-def _close_blocks(core: Core, record: InFlight, final: list[int], taken: Ints) -> None:
+def _close_blocks(core: Core, record: InFlight, blocks: npt.NDArray[np.bool_], final: Ints, taken: Ints,
+                  own: npt.NDArray[np.bool_]) -> None:
     """A block that became final moves its request on by its width and delivers that many tokens; others deliver none."""
-    for live in record.blocks:
-        if live.row < 0:
-            continue
-        at = record.position(live.row)
-        taken[at] = record.plan.counts[at] if at in final and taken[at] else 0
-        core.residents.ctx[live.row] += taken[at]
+    residents = core.residents
+    closed = set(final.tolist())
+    for at in blocks.nonzero()[0].tolist():
+        taken[at] = record.plan.counts[at] if at in closed and taken[at] else 0
+        if own[at]:
+            row = int(record.decode_rows[at])
+            residents.ctx[row] += taken[at]
+            residents.set_active(row, bool(residents.ctx[row] < residents.total[row]))
 
 
 def _until_stop(core: Core, record: InFlight, tokens: npt.NDArray[np.signedinteger[Any]], taken: Ints) -> Ints:
@@ -444,42 +446,36 @@ def rollback(core: Core, record: InFlight) -> None:
     residents, undo = core.residents, record.undo
     rows = record.decode_rows
     if len(rows):
-        kept = rows if not record.dropped else np.array([row for row in rows.tolist() if row not in record.dropped], dtype=np.int64)
-        for row in kept.tolist() if record.blocks or record.decode_widths is not None else ():
-            at = record.position(row)
-            blocks = any(live.row == row for live in record.blocks)
-            residents.ctx[row] -= 0 if blocks else (1 if record.decode_widths is None else int(record.decode_widths[at]))
-            if not blocks:
-                residents.set_active(row, value=True)
-        if not record.blocks and record.decode_widths is None:
-            residents.ctx[kept] -= 1
-            for row in rows[record.ending].tolist():
-                if row not in record.dropped:
-                    residents.set_active(row, value=True)
-    back: list[Live] = []
+        keep = np.array([row not in record.dropped for row in rows.tolist()], dtype=bool)
+        back = np.ones(len(rows), dtype=np.int64) if record.decode_widths is None else record.decode_widths.copy()
+        if record.blocks is not None:
+            back[record.blocks] = 0
+        residents.ctx[rows[keep]] -= back[keep]
+        for row in rows[keep & ~residents.active[rows]].tolist():
+            residents.set_active(row, value=True)
+    returned: list[Live] = []
     for entry in reversed(record.prefill):
         live, chunk = entry.live, entry.chunk
         if live.row != chunk.row or chunk.row in record.dropped:
             continue
         residents.ctx[chunk.row] = chunk.start
         residents.set_active(chunk.row, value=False)
-        core.blocks.pop(chunk.row, None)
         core.ledger.unspend(live.id, chunk.length)
         if entry.admitted:
-            back.append(live)
+            returned.append(live)
     for granted, counts in reversed(undo.grants):
         for row, count in zip(granted.tolist(), counts.tolist(), strict=True):
             if row not in record.dropped and residents.taken[row]:
                 core.pool.release(residents.truncate(row, count))
                 core.private -= count
-    for live in back:
+    for live in returned:
         core.leave(live, donate=False, valid=0)
         live.move(Cause.UNDO_ADMIT)
         live.cached = 0
     for row in record.late:
         record.late[row].late -= 1
     _settle(core, record)
-    _restore(core, record, back)
+    _restore(core, record, returned)
 
 
 def _restore(core: Core, record: InFlight, back: list[Live]) -> None:

@@ -19,7 +19,7 @@ from kvsched.live import Live
 from kvsched.plan import Chunk, Event, Plan
 from kvsched.protocols import EventSink, Handle, Pool, TreeCache
 from kvsched.queue import WaitingQueue
-from kvsched.residents import Residents
+from kvsched.residents import Flags, Residents
 from kvsched.tokenlog import TokenLog
 from kvsched.units import Ints, Pages, aligned
 from kvsched.verdict import WaitReason
@@ -69,7 +69,8 @@ class InFlight:
     """A plan that waits for its commit or rollback, and what hangs on it.
 
     decode_rows, decode_widths: the plan's decode rows and slots per row (None: one each). ending: positions of decode
-    rows that reach their last slot. blocks: block-diffusion rows. dropped: rows whose tokens are not delivered.
+    rows that reach their last slot. blocks: which decode rows are block-diffusion rows, None when none is. dropped: rows
+    whose tokens are not delivered.
     late: rows whose token goes to a request that was retracted meanwhile.
     """
 
@@ -78,7 +79,7 @@ class InFlight:
     decode_rows: Ints
     decode_widths: Ints | None
     ending: Ints
-    blocks: list[Live]
+    blocks: Flags | None
     prefill: list[PrefillRow]
     releases: list[Release] = attrs.field(factory=list)
     dropped: set[int] = attrs.field(factory=set)
@@ -102,7 +103,7 @@ class InFlight:
             return 0
         if at >= self.plan.decodes:
             return self.prefill[at - self.plan.decodes].chunk.length
-        if any(live.row == row for live in self.blocks):
+        if self.blocks is not None and self.blocks[at]:
             return 0
         return 1 if self.decode_widths is None else int(self.decode_widths[at])
 
@@ -147,7 +148,7 @@ class Core:
     """Everything a step reads and writes."""
 
     __slots__ = (
-        "arrivals", "attempts", "blocks", "cache", "charged", "completions", "config", "decode_steps", "evicted", "events",
+        "arrivals", "attempts", "cache", "charged", "completions", "config", "decode_steps", "evicted", "events",
         "floor", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
         "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
         "quarantined", "queue", "ratio", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
@@ -170,7 +171,6 @@ class Core:
         self.parents: dict[str, list[Live]] = {}
         self.running: dict[str, Live] = {}  # residents by admission
         self.prefilling: dict[str, Live] = {}  # residents whose prompt is not all committed, by admission
-        self.blocks: dict[int, Live] = {}  # block-diffusion residents past their prefill, by row
         self.in_flight: list[InFlight] = []
         self.holds: dict[str, Hold] = {}
         self.hold_rows: dict[int, Hold] = {}
@@ -277,7 +277,6 @@ class Core:
             live.last_token_step = int(residents.last_emit[row])
         live.max_gap = max(live.max_gap, int(residents.gap[row]))
         residents.leave(row)
-        self.blocks.pop(row, None)
         self.running.pop(live.id, None)
         self.prefilling.pop(live.id, None)
         self.ledger.release(live.id)

@@ -9,58 +9,74 @@ import numpy as np
 
 from kvsched.admission.budget import over_promised
 from kvsched.retraction import make_room
-from kvsched.step import Step
-from kvsched.units import Ints, pages_for
+from kvsched.step import Step, ones
+from kvsched.units import Ints
 from kvsched.verdict import WaitReason
 
 
 def plan_decodes(step: Step) -> None:
-    """Put the decodes into the step: budget, pages (with retraction where an estimate was too low), positions."""
+    """Put the decodes into the step: budget, pages (with retraction where an estimate was too low), positions.
+
+    A block-diffusion row computes all slots of its block in every pass; it moves on when a result marks the block final,
+    so it waits for that result before its next pass.
+    """
     core = step.core
     residents = core.residents
-    if core.blocks:
-        _plan_blocks(step)
     rows = residents.active_rows()
     if not len(rows):
         return
     wide = 1 + core.config.lookahead_tokens
-    if len(rows) * wide > step.budget:
-        rows = _take_turns(step, rows, wide)
-        if not len(rows):
-            return
+    widths = None
+    if wide > 1 or residents.blocks:
+        widths = _widths(step, rows, wide)
+        if int(widths.sum()) > step.budget:
+            keep = _take_turns(step, rows, widths)
+            rows, widths = rows[keep], widths[keep]
+    elif len(rows) > step.budget:
+        rows = rows[_take_turns(step, rows, ones(len(rows)))]
+    if not len(rows):
+        return
     where = residents.index(rows)
     starts = residents.ctx[where].copy()
-    if wide == 1:
-        widths = None
-        ends = starts + 1
-    else:
-        widths = np.minimum(wide, residents.total[rows] - starts)
-        ends = starts + widths
+    ends = starts + 1 if widths is None else starts + widths
     crossing = (ends > residents.room[where]).nonzero()[0]
     if len(crossing):
         rows, starts, ends, widths = _cross_pages(step, rows, starts, ends, widths, crossing)
         if not len(rows):
             return
         where = residents.index(rows)
+    step.decode_rows, step.decode_starts, step.decode_widths = rows, starts, widths
+    step.budget -= len(rows) if widths is None else int(widths.sum())
+    if residents.blocks:
+        blocks = residents.block[where] > 0
+        step.decode_blocks = blocks
+        residents.deactivate(rows[blocks])
+        ends = np.where(blocks, starts, ends)
     ending = (ends == residents.total[where]).nonzero()[0]
     residents.ctx[where] = ends
     if len(ending):
         residents.deactivate(rows[ending])
-    step.decode_rows, step.decode_starts, step.decode_widths, step.ending = rows, starts, widths, ending
-    step.budget -= len(rows) if widths is None else int(widths.sum())
+    step.ending = ending
 
 
-def _take_turns(step: Step, rows: Ints, wide: int) -> Ints:
-    """The rows that the budget serves: least recently served first, then by admission (law C4)."""
+def _widths(step: Step, rows: Ints, wide: int) -> Ints:
+    """Slots that each row computes: its block, or one and the speculative ones, none beyond its last (law A2)."""
+    residents = step.core.residents
+    most = np.where(residents.block[rows] > 0, residents.block[rows], wide)
+    return np.asarray(np.minimum(most, residents.total[rows] - residents.ctx[rows]), dtype=np.int64)
+
+
+def _take_turns(step: Step, rows: Ints, widths: Ints) -> Ints:
+    """Positions of the rows that the budget serves: least recently served first, then by admission (law C4)."""
     residents = step.core.residents
     admitted = np.array([live.admitted if (live := residents.live[row]) is not None else 0 for row in rows.tolist()])
     turn = np.lexsort((admitted, residents.served[rows]))
-    widths = np.minimum(wide, residents.total[rows[turn]] - residents.ctx[rows[turn]])
-    chosen = np.sort(rows[turn[: int(np.searchsorted(np.cumsum(widths), step.budget, side="right"))]])
+    keep = np.sort(turn[: int(np.searchsorted(np.cumsum(widths[turn]), step.budget, side="right"))])
+    chosen = rows[keep]
     step.undo.served.append((chosen, residents.served[chosen]))
     residents.served[chosen] = step.number
-    skip(step, np.setdiff1d(rows, chosen, assume_unique=True), WaitReason.STEP_TOKENS)
-    return chosen
+    skip(step, np.delete(rows, keep), WaitReason.STEP_TOKENS)
+    return keep
 
 
 def skip(step: Step, rows: Ints, reason: WaitReason) -> None:
@@ -110,26 +126,3 @@ def _cross_pages(step: Step, rows: Ints, starts: Ints, ends: Ints, widths: Ints 
 def pages_each(ends: Ints, rows: Ints, over: Ints, size: int) -> Ints:
     """Pages that the rows `over`, found among the ascending `rows`, need for their ends."""
     return np.asarray(-(-ends[rows.searchsorted(over)] // size), dtype=np.int64)
-
-
-def _plan_blocks(step: Step) -> None:
-    """Open blocks of block-diffusion requests: slots are charged when a block opens, computed in every pass (law B4)."""
-    core, residents = step.core, step.core.residents
-    for row, live in list(core.blocks.items()):
-        if live.row != row or any(record.position(row) >= 0 for record in core.in_flight):
-            continue
-        width = min(live.request.block_tokens or 1, live.total - int(residents.ctx[row]))
-        if width > step.budget:
-            skip(step, np.array([row]), WaitReason.STEP_TOKENS)
-            continue
-        short = pages_for(int(residents.ctx[row]) + width, core.config.page_size) - int(residents.held[row])
-        if short > 0 and (short > core.available() or (core.known_promises and over_promised(core))):
-            served = make_room(core, step, {row: short})
-            if row not in served:
-                if live.row == row:
-                    skip(step, np.array([row]), WaitReason.PAGES)
-                continue
-        step.grow(row, short)
-        step.blocks.append(live)
-        step.planned.add(row)
-        step.budget -= width

@@ -53,7 +53,7 @@ def _phases(step: Step, agreed: Agreed | None) -> None:
     waiting = len(core.queue)
     if waiting and config.preempt_priority:
         displace(step)
-    decoding = len(core.residents.active_rows()) or core.blocks
+    decoding = len(core.residents.active_rows())
     granted = False
     if config.prefill_grant is not None and decoding and (core.prefilling or waiting):
         granted = _grant(step)
@@ -66,8 +66,7 @@ def _phases(step: Step, agreed: Agreed | None) -> None:
     else:
         plan_decodes(step)
         _prefill(step, left)
-    served = len(step.decode_rows) + len(step.blocks)
-    if served == len(core.residents.active_rows()) + len(step.ending) + len(core.blocks) or not decoding:
+    if not core.skips:
         undo.set(core, "last_decode_step", step.number)
     undo.set(core, "postponed", granted and bool(core.skips))
     if decoding and not step.retracted:
@@ -121,17 +120,12 @@ def _activate(step: Step) -> None:
         live = residents.live[row]
         if live is None or residents.ctx[row] >= residents.total[row]:
             continue
-        if live.request.block_tokens is not None:
-            core.blocks[row] = live
-        else:
-            residents.set_active(row, value=True)
+        residents.set_active(row, value=True)
 
 
 def _build(step: Step) -> tuple[Plan, InFlight]:
     core = step.core
-    rows, starts, widths, ending = step.decode_rows, step.decode_starts, step.decode_widths, step.ending
-    if step.blocks:
-        rows, starts, widths, ending = _with_blocks(step)
+    rows, starts, widths = step.decode_rows, step.decode_starts, step.decode_widths
     decodes = len(rows)
     counts: Ints = ones(decodes) if widths is None else widths
     decode_rows = rows
@@ -160,22 +154,7 @@ def _build(step: Step) -> tuple[Plan, InFlight]:
         admitted=tuple(live.id for live in step.admitted),
         decode_ids=lambda: tuple([names[row] for row in decode_rows.tolist()]),
     )
-    return plan, InFlight(plan, step.undo, decode_rows, widths, ending, step.blocks, step.prefill)
-
-
-def _with_blocks(step: Step) -> tuple[Ints, Ints, Ints, Ints]:
-    """Decode rows and block rows together, ascending."""
-    core = step.core
-    residents = core.residents
-    block_rows = np.array([live.row for live in step.blocks], dtype=np.int64)
-    block_starts = residents.ctx[block_rows]
-    block_widths = np.minimum([live.request.block_tokens or 1 for live in step.blocks], residents.total[block_rows] - block_starts)
-    widths = ones(len(step.decode_rows)) if step.decode_widths is None else step.decode_widths
-    rows = np.concatenate((step.decode_rows, block_rows))
-    turn = np.argsort(rows)
-    ending = np.sort(np.argsort(turn)[step.ending])
-    rows = rows[turn]
-    return rows, np.concatenate((step.decode_starts, block_starts))[turn], np.concatenate((widths, block_widths))[turn], ending
+    return plan, InFlight(plan, step.undo, decode_rows, widths, step.ending, step.decode_blocks, step.prefill)
 
 
 def _deltas(step: Step) -> Deltas:

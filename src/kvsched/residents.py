@@ -23,18 +23,18 @@ class Residents:
 
     ctx: slots computed or scheduled to be. held: pages in the row. room: held * page_size. total: slots it can ever
     write. total_pages: pages of that. target: where its prefill ends. known: it ignores end-of-sequence, so its length
-    is known. active: it can decode. taken: a request owns the row and is resident. table: int32 [rows, columns].
+    is known. block: width of its blocks under block diffusion, 0 for token-by-token decoding. active: it can decode. taken: a request owns the row and is resident. table: int32 [rows, columns].
     """
 
     __slots__ = (
         "_active_rows", "_free", "_names", "_names_shared", "_taken_rows", "active", "count", "ctx", "gap", "held", "known",
-        "lag", "lagging", "last_emit", "live", "page_size", "room", "served", "table", "taken", "target", "total",
+        "lag", "lagging", "last_emit", "live", "page_size", "room", "block", "blocks", "served", "table", "taken", "target", "total",
         "total_pages",
     )
 
     def __init__(self, page_size: int, rows: int = 64, columns: int = 64) -> None:
         self.page_size = page_size
-        for name in ("ctx", "held", "room", "total", "total_pages", "target", "served", "last_emit", "gap"):
+        for name in ("ctx", "held", "room", "total", "total_pages", "target", "served", "last_emit", "gap", "block"):
             setattr(self, name, np.zeros(rows, dtype=np.int64))
         for name in ("active", "known", "taken", "lag"):
             setattr(self, name, np.zeros(rows, dtype=bool))
@@ -47,6 +47,7 @@ class Residents:
         self.served: Ints
         self.last_emit: Ints
         self.gap: Ints
+        self.block: Ints
         self.active: Flags
         self.known: Flags
         self.taken: Flags
@@ -60,6 +61,7 @@ class Residents:
         self._taken_rows: Ints | None = None
         self.count = 0
         self.lagging = 0
+        self.blocks = 0  # residents that decode by blocks
 
     @property
     def rows(self) -> int:
@@ -114,6 +116,8 @@ class Residents:
         self.total_pages[row] = live.total_pages
         self.target[row] = live.target
         self.known[row] = live.request.ignore_eos
+        self.block[row] = live.request.block_tokens or 0
+        self.blocks += live.request.block_tokens is not None
         self.active[row] = False
         self.taken[row] = True
         self.gap[row] = live.max_gap
@@ -150,6 +154,7 @@ class Residents:
         self._taken_rows = None
         self.lagging -= int(self.lag[row])
         self.lag[row] = False
+        self.blocks -= bool(self.block[row])
         self.live[row] = None
         self.count -= 1
 
@@ -200,7 +205,7 @@ class Residents:
 
     def _grow_rows(self) -> None:
         rows = self.rows
-        for name in ("ctx", "held", "room", "total", "total_pages", "target", "served", "last_emit", "gap",
+        for name in ("ctx", "held", "room", "total", "total_pages", "target", "served", "last_emit", "gap", "block",
                      "active", "known", "taken", "lag"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate((old, np.zeros(rows, dtype=old.dtype))))

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from kvsched import commit as ending
-from kvsched.admission.intake import admit_to_queue, as_accepted, new_lives, refusal
+from kvsched.admission.intake import admit_to_queue, as_accepted, check_block, new_lives, refusal
 from kvsched.admission.ledger import CommitmentLedger
 from kvsched.config import SETTABLE, SchedulerConfig
 from kvsched.core import Core
@@ -166,6 +166,7 @@ class Scheduler:
         core = self._core
         if not isinstance(request, Request):
             raise InvalidRequest(f"submit takes a Request, not {type(request).__name__}")
+        check_block(core, request)
         ids = (request.id,) if request.n == 1 else tuple(f"{request.id}/{child}" for child in range(request.n))
         for key in (request.id, *ids):
             if key in core.lives or key in core.parents:
@@ -232,7 +233,7 @@ class Scheduler:
         record = core.in_flight[0] if core.in_flight else None
         if record is None or record.plan is not plan:
             raise OutOfOrder(self._order_error(plan, "commit", "oldest"))
-        outcome = ending.commit(core, record, ending.check_result(core, record, result))
+        outcome = ending.commit(core, record, ending.check_result(record, result))
         if outcome.ended:
             self._rest()
         return outcome
@@ -307,6 +308,9 @@ class Scheduler:
             if key not in SETTABLE:
                 raise ConfigError(f"{key} cannot be set on a live scheduler; allowed are {', '.join(SETTABLE)}")
         changed = attrs.evolve(core.config, **limits)
+        widest = max((live.request.block_tokens or 0 for live in core.lives.values()), default=0)
+        if changed.max_step_tokens < widest:
+            raise ConfigError(f"max_step_tokens must be at least {widest}, the widest block of a live request, not {changed.max_step_tokens}")
         if changed.order != core.config.order:
             core.order = ORDERS[changed.order]()
         core.config = changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvsched.core import Core, PrefillRow, Undo
 from kvsched.live import Live
@@ -29,7 +30,7 @@ class Step:
     decode_starts: Ints = EMPTY
     decode_widths: Ints | None = None
     ending: Ints = EMPTY
-    blocks: list[Live] = attrs.field(factory=list)
+    decode_blocks: npt.NDArray[np.bool_] | None = None
     prefill: list[PrefillRow] = attrs.field(factory=list)
     planned: set[int] = attrs.field(factory=set)  # rows of `prefill`
     retracted: list[str] = attrs.field(factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvsched.core import Core
+from kvsched.errors import InvalidRequest
 from kvsched.live import Family, Live
 from kvsched.plan import Event
 from kvsched.request import Request
@@ -36,6 +37,13 @@ def refusal(core: Core, request: Request) -> tuple[Refused | None, int]:
         if bound is not None and used + adds > bound:
             return Refused(request.id, reason, adds, max(bound - used, 0), retryable=adds <= bound), limit
     return None, limit
+
+
+def check_block(core: Core, request: Request) -> None:
+    """A block is computed in one step, so the step must be able to hold it. Raises `InvalidRequest`."""
+    most = core.config.max_step_tokens
+    if request.block_tokens is not None and request.block_tokens > most:
+        raise InvalidRequest(f"block_tokens must be at most max_step_tokens = {most}, not {request.block_tokens}")
 
 
 def new_lives(core: Core, request: Request, ids: tuple[str, ...], limit: int) -> list[Live]:
