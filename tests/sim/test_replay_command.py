@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvsched.cli.group import group
+from kvsched.sim.demo import COMMAND, FURTHER
 
 SMALL = ["--format", "generate", "--requests", "30", "--prompt-mean", "100", "--output-mean", "20", "--pool-tokens", "4096"]
 STATED = (
@@ -107,3 +108,37 @@ def test_bad_input_exits_2_and_says_what(words: list[str], told: str) -> None:
     result = kvsched("replay", *words)
     assert result.exit_code == 2
     assert told in result.stderr
+
+
+@pytest.fixture(scope="module")
+def demonstration() -> Result:
+    return kvsched("demo")
+
+
+def test_the_demo_shows_admission_hits_retraction_refusal_and_the_deadlock(demonstration: Result) -> None:
+    assert demonstration.exit_code == 0
+    out = demonstration.stdout
+    assert out.count(" arrived ") == 10
+    for words in ("What to look at:", "- refused: ", "- admission: ", "- retraction: ", "- prefix hits: ", "- ledger: ", "Try next:"):
+        assert words in out
+    figures = {line[:25].strip(): line[25:].split() for line in out.splitlines() if line.startswith((
+        "refused  ", "unfinished  ", "retractions  ", "prompt tokens from cache  ",
+    ))}
+    assert all(int(n) > 0 for n in figures["refused"])
+    assert [n == "0" for n in figures["unfinished"]] == [True, True, True, False]
+    assert [n == "0" for n in figures["retractions"]][:2] == [False, True]
+    assert figures["prompt tokens from cache"][2] == "0"
+
+
+def test_the_commands_that_the_demo_names_run_the_same_workload(demonstration: Result) -> None:
+    table = demonstration.stdout.splitlines()
+    steps = next(line for line in table if line.startswith("steps")).replace(",", "").split()[1:]
+    for column, (flags, code) in {0: ("", 0), 3: (FURTHER[2][0], 1)}.items():
+        result = kvsched(*COMMAND.split()[1:], *flags.split(), "--json")
+        assert result.exit_code == code
+        assert str(json.loads(result.stdout)["steps"]) == steps[column]
+
+
+@pytest.mark.parametrize("flags", [flags for flags, _ in FURTHER])
+def test_every_flag_that_the_demo_names_is_one(flags: str) -> None:
+    assert kvsched(*COMMAND.split()[1:], *flags.split(), "--limit", "3").exit_code == 0

@@ -86,7 +86,7 @@ class Wedge:
         out = [f"WEDGED at {self.clock_s:.3f} s, step {self.step}: {self.why}; {pages}."]
         for one in self.stuck:
             short = "" if one.short_by is None else f", short by {one.short_by}"
-            detail = f" ({one.detail})" if one.detail else ""
+            detail = f" ({one.detail})" if one.detail not in {"", one.reason} else ""
             waits = f"waits for {one.reason}{short}{detail}" if one.reason else "no reason is recorded"
             out.append(f"  {one.id}: {one.status}, {one.computed} tokens computed, {one.pages} pages held; {waits}")
         if self.more:

@@ -50,14 +50,14 @@ class Workload:
     tenants, priorities: how many of each, equally likely ("t0", "t1", ...; 0, 1, ...).
     """
 
-    requests: int = attrs.field(default=600, validator=_at_least(1))
-    rate: float = attrs.field(default=8.0, validator=_at_least(0, whole=False, above=True))
-    arrivals: str = "poisson"
-    burstiness: float = attrs.field(default=1.0, validator=_at_least(0, whole=False, above=True))
-    prompt_mean: float = attrs.field(default=512.0, validator=_at_least(1, whole=False))
+    requests: int = attrs.field(default=400, validator=_at_least(1))
+    rate: float = attrs.field(default=4.0, validator=_at_least(0, whole=False, above=True))
+    arrivals: str = "gamma"
+    burstiness: float = attrs.field(default=2.0, validator=_at_least(0, whole=False, above=True))
+    prompt_mean: float = attrs.field(default=1500.0, validator=_at_least(1, whole=False))
     prompt_sigma: float = attrs.field(default=0.8, validator=_at_least(0, whole=False))
-    output_mean: float = attrs.field(default=256.0, validator=_at_least(1, whole=False))
-    output_sigma: float = attrs.field(default=0.7, validator=_at_least(0, whole=False))
+    output_mean: float = attrs.field(default=200.0, validator=_at_least(1, whole=False))
+    output_sigma: float = attrs.field(default=0.8, validator=_at_least(0, whole=False))
     tree_depth: int = attrs.field(default=2, validator=_at_least(0))
     tree_fanout: int = attrs.field(default=4, validator=_at_least(1))
     tree_tokens: int = attrs.field(default=256, validator=_at_least(1))
