@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvsched.core import Core, InFlight, PrefillRow
 from kvsched.errors import InvalidResult
+from kvsched.holds import expire
 from kvsched.live import Live
 from kvsched.plan import Ended, Outcome, StepResult
 from kvsched.request import Cause, Finish
@@ -114,6 +115,8 @@ def commit(core: Core, record: InFlight, result: _Checked) -> Outcome:
     core.in_flight.pop(0)
     plan = record.plan
     core.totals["steps"] += 1
+    if core.holds:
+        expire(core, plan.step)
     if not len(plan.rows):
         _settle(core, record)
         return Outcome(plan.rows, result.tokens, _NO_FINISH[:0], ())
@@ -217,6 +220,7 @@ def _deliver(core: Core, record: InFlight, result: _Checked) -> tuple[npt.NDArra
         at = record.position(release.row)
         if at < decodes and taken[at]:
             release.valid = max(release.valid, int(plan.starts[at] + taken[at]))
+            release.live.highwater = max(release.live.highwater, release.valid)
     failed = set(result.failed.tolist())
     for index, entry in enumerate(record.prefill):
         _commit_chunk(core, record, entry, failed=decodes + index in failed)
@@ -324,7 +328,7 @@ def _store_delivered(core: Core, record: InFlight, delivered: npt.NDArray[np.sig
 def _close_gaps(core: Core, rows: Ints, step: int) -> None:
     """Rows that got a token after a step without one: note the gap."""
     residents = core.residents
-    back = rows[residents.lag[rows]]
+    back = rows[residents.lag[rows] & (residents.last_emit[rows] < step)]
     if len(back):
         residents.gap[back] = np.maximum(residents.gap[back], step - residents.last_emit[back])
         residents.lag[back] = False
@@ -432,9 +436,13 @@ def waited_steps(core: Core, live: Live) -> int:
 
 
 def _settle(core: Core, record: InFlight) -> None:
-    """The plan has ended: what waited for it goes back."""
+    """The plan has ended: what waited for it goes back, unless an older plan in flight still names the row."""
     for release in record.releases:
-        core.settle(release, quarantined=True)
+        naming = core.naming(release.row)
+        if naming:
+            naming[-1].releases.append(release)
+        else:
+            core.settle(release, quarantined=True)
 
 
 # -- rollback ---------------------------------------------------------------------------------------------------------
@@ -475,6 +483,7 @@ def rollback(core: Core, record: InFlight) -> None:
     for row in record.late:
         record.late[row].late -= 1
     _settle(core, record)
+    core.exchanged = record.undo.exchanged + core.exchanged
     _restore(core, record, returned)
 
 

@@ -56,6 +56,7 @@ class Undo:
     lagged: list[Ints] = attrs.field(factory=list)
     served: list[tuple[Ints, Ints]] = attrs.field(factory=list)
     service: list[tuple[str, float]] = attrs.field(factory=list)
+    exchanged: list[tuple[int, int, Pages]] = attrs.field(factory=list)
     grants: list[tuple[Ints, Ints]] = attrs.field(factory=list)  # rows, pages appended to each
 
     def set(self, target: Any, name: str, value: Any) -> None:
@@ -148,7 +149,7 @@ class Core:
     """Everything a step reads and writes."""
 
     __slots__ = (
-        "arrivals", "attempts", "cache", "charged", "completions", "config", "decode_steps", "evicted", "events",
+        "arrivals", "attempts", "cache", "charged", "completions", "config", "decode_steps", "evicted", "events", "exchanged",
         "floor", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
         "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
         "quarantined", "queue", "ratio", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
@@ -193,6 +194,7 @@ class Core:
         self.last_pass: Pass | None = None
         self.known_promises = False  # somebody was admitted by the peak over time (law B4) and residents remain
         self.skips: list[tuple[Ints, WaitReason]] = []  # decode rows that got nothing in the last step, and why
+        self.exchanged: list[tuple[int, int, Pages]] = []  # (row, column, pages) that the host has not been told of
         self.floor: int | None = None
         self.charged = 0
         self.evicted = 0
@@ -240,6 +242,7 @@ class Core:
         twice = mine[kept != mine]
         if len(twice):
             self.residents.table[live.row, start // size : stop // size] = kept
+            self.exchanged.append((live.row, start // size, kept))
             self.pool.release(twice)
         self.private -= len(mine)
 

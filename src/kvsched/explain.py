@@ -65,4 +65,4 @@ def status_of(core: Core, *, rows: int) -> Status:
         return Status.RUN
     if not core.lives:
         return Status.IDLE
-    return Status.IN_FLIGHT if core.in_flight else Status.BLOCKED
+    return Status.IN_FLIGHT if any(len(record.plan.rows) for record in core.in_flight) else Status.BLOCKED

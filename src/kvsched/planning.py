@@ -8,7 +8,6 @@ from kvsched.core import Core, InFlight, Undo
 from kvsched.decode import plan_decodes, skip
 from kvsched.displace import displace
 from kvsched.explain import status_of
-from kvsched.holds import expire
 from kvsched.live import Live
 from kvsched.plan import Agreed, Deltas, Plan
 from kvsched.prefill import Admission, arranger, continue_all, continue_chunk, partials, record_pass
@@ -24,17 +23,19 @@ NO_DELTAS = Deltas(EMPTY, EMPTY, NO_PAGES)
 def make_plan(core: Core, agreed: Agreed | None) -> Plan:
     """One step: decide, record what is needed to undo it, and return the plan."""
     undo = Undo(core.ratio.value, core.step)
-    step = Step(core, core.step + 1, core.config.max_step_tokens, undo)
+    step = Step(core, core.step + 1, core.config.max_step_tokens, undo, None if agreed is None else agreed.admit)
     core.passes += 1
     core.attempts += 1
     core.floor = None if agreed is None else agreed.free_pages
     core.charged = 0
     core.evicted = 0
     core.skips = []
-    if core.holds:
-        expire(core, core.step)
+    if core.exchanged:
+        undo.exchanged, core.exchanged = core.exchanged, []
+        for row, column, pages in undo.exchanged:
+            step.note(row, column, pages)
     if core.paused is None:
-        _phases(step, agreed)
+        _phases(step)
     elif core.residents.count:
         skip(step, core.residents.active_rows(), WaitReason.PAUSED)
     core.floor = None
@@ -48,7 +49,7 @@ def make_plan(core: Core, agreed: Agreed | None) -> Plan:
     return plan
 
 
-def _phases(step: Step, agreed: Agreed | None) -> None:
+def _phases(step: Step) -> None:
     core, config, undo = step.core, step.core.config, step.undo
     waiting = len(core.queue)
     if waiting and config.preempt_priority:
@@ -59,13 +60,12 @@ def _phases(step: Step, agreed: Agreed | None) -> None:
         granted = _grant(step)
     first = config.decode_every > 1 and (core.prefilling or waiting) and \
         step.number - core.last_decode_step < config.decode_every
-    left = None if agreed is None else agreed.admit
     if first:
-        _prefill(step, left)
+        _prefill(step)
         plan_decodes(step)
     else:
         plan_decodes(step)
-        _prefill(step, left)
+        _prefill(step)
     if not core.skips:
         undo.set(core, "last_decode_step", step.number)
     undo.set(core, "postponed", granted and bool(core.skips))
@@ -73,12 +73,12 @@ def _phases(step: Step, agreed: Agreed | None) -> None:
         core.ratio.decay()
 
 
-def _prefill(step: Step, left: int | None) -> None:
+def _prefill(step: Step) -> None:
     core = step.core
     if core.prefilling:
         continue_all(step)
     if len(core.queue) > len(step.admitted):
-        admission = Admission(step, left)
+        admission = Admission(step)
         admission.run()
         record_pass(admission)
 
@@ -101,7 +101,7 @@ def _grant(step: Step) -> bool:
     if live.row >= 0:
         return continue_chunk(step, live)
     before = len(step.admitted)
-    Admission(step, None).run(only=live)
+    Admission(step).run(only=live)
     return len(step.admitted) > before
 
 

@@ -110,13 +110,12 @@ def continue_all(step: Step) -> None:
 class Admission:
     """One pass over those who wait: who starts in this step, and why the others do not."""
 
-    __slots__ = ("adapters", "beside", "closed", "core", "funds", "head", "head_handle", "left", "places", "step", "barrier")
+    __slots__ = ("adapters", "beside", "closed", "core", "funds", "head", "head_handle", "places", "step", "barrier")
 
-    def __init__(self, step: Step, left: int | None) -> None:
+    def __init__(self, step: Step) -> None:
         core = step.core
         self.core = core
         self.step = step
-        self.left = left  # newcomers that the ranks agreed on
         self.funds = Funds(core)
         self.head: Live | None = None
         self.head_handle: Handle | None = None
@@ -182,7 +181,7 @@ class Admission:
         config = core.config
         if not live.ready or live.late:
             return self._no(live, WaitReason.HOST)
-        if self.left is not None and self.left <= 0:
+        if step.admit_left is not None and step.admit_left <= 0:
             return self._no(live, WaitReason.RANK_AGREEMENT, 1)
         if core.residents.count >= config.max_running:
             return self._no(live, WaitReason.RUNNING_LIMIT, 1)
@@ -305,8 +304,8 @@ class Admission:
             self.places -= 1
         if live.request.adapter is not None:
             self.adapters.add(live.request.adapter)
-        if self.left is not None:
-            self.left -= 1
+        if step.admit_left is not None:
+            step.admit_left -= 1
         _emit_chunk(step, live, matched, length, admitted=True)
         step.admitted.append(live)
         core.tell("admitted", live)

@@ -18,7 +18,7 @@ EMPTY.flags.writeable = False
 class Step:
     """A plan in the making.
 
-    budget: tokens left in this step. delta_*: block-table entries written, in order. fresh: residents that finish
+    budget: tokens left in this step. admit_left: newcomers that the ranks still agreed on, None for any number. delta_*: block-table entries written, in order. fresh: residents that finish
     their prefill in this step; they decode from the next one on.
     """
 
@@ -26,6 +26,7 @@ class Step:
     number: int
     budget: int
     undo: Undo
+    admit_left: int | None = None
     decode_rows: Ints = EMPTY
     decode_starts: Ints = EMPTY
     decode_widths: Ints | None = None
