@@ -315,7 +315,7 @@ def _store_delivered(core: Core, record: InFlight, delivered: npt.NDArray[np.sig
         if taken[at]:
             live.generated = np.concatenate((live.generated, delivered[at, : taken[at]].astype(np.int32)))
             live.target = live.prompt + len(live.generated)
-            live.hint_grown = -1
+            live.hint_seen = -1
     for column in range(delivered.shape[1]):
         mask = (taken > column) & own
         if not mask.any():
@@ -509,6 +509,8 @@ def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
     for tenant, amount in undo.service:
         core.service[tenant] -= amount
     core.totals["cached_tokens"] -= undo.cached
+    for live in core.queue:
+        live.submitted_pass = min(live.submitted_pass, core.passes)
     for live in back:
         if live.retractions:
             core.queue.add_resuming(live)

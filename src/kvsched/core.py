@@ -16,12 +16,13 @@ from kvsched.admission.ratio import TokenRatio
 from kvsched.config import SchedulerConfig
 from kvsched.errors import InternalError
 from kvsched.live import Live
+from kvsched.order import Order
 from kvsched.plan import Chunk, Event, Plan
 from kvsched.protocols import EventSink, Handle, Pool, TreeCache
 from kvsched.queue import WaitingQueue
 from kvsched.residents import Flags, Residents
 from kvsched.tokenlog import TokenLog
-from kvsched.units import Ints, Pages, aligned
+from kvsched.units import Ints, Pages, aligned, pages_for, reusable
 from kvsched.verdict import WaitReason
 
 
@@ -137,9 +138,13 @@ class Pass:
     number: int
     closed: bool  # nobody behind the deferred head was tried any more
     fundable: int
+    beside: int | None
     partial_places: int | None
     full: bool  # max_running was reached
 
+
+MOST_GROWTHS = 8192
+"""Additions to the cache that are remembered one by one; then every match is made anew once."""
 
 TOTALS = ("finished", "aborted", "retractions", "prefill_tokens", "recomputed_tokens", "cached_tokens", "emitted",
           "evicted_pages", "steps")
@@ -149,10 +154,10 @@ class Core:
     """Everything a step reads and writes."""
 
     __slots__ = (
-        "arrivals", "attempts", "cache", "charged", "completions", "config", "decode_steps", "evicted", "events", "exchanged",
-        "floor", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
+        "ahead", "arranged", "arrivals", "attempts", "cache", "cache_seen", "charged", "completions", "config", "decode_steps", "evicted", "events", "exchanged",
+        "floor", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
         "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
-        "quarantined", "queue", "ratio", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
+        "quarantined", "queue", "ratio", "rematched", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
         "inflight_tokens", "admissions", "service", "rates",
     )
 
@@ -167,7 +172,8 @@ class Core:
         self.residents = Residents(config.page_size)
         self.log = TokenLog(self.residents.rows)
         self.queue = WaitingQueue()
-        self.order: Any = None
+        self.order: Order
+        self.arranged: tuple[Order, tuple[int, ...], list[Live]] | None = None  # the last arrangement, and what it rests on
         self.lives: dict[str, Live] = {}
         self.parents: dict[str, list[Live]] = {}
         self.running: dict[str, Live] = {}  # residents by admission
@@ -182,6 +188,12 @@ class Core:
         self.stops: dict[int, int] = {}  # stop token id -> residents that stop on it
         self.service: dict[str, float] = {}
         self.rates: dict[str, float] = {}
+        self.growth: dict[tuple[int, bytes], int] = {}  # additions to the cache: (position, tokens of the page) -> count
+        self.growths = 0
+        self.growth_floor = 0
+        self.cache_seen = cache.grown if cache is not None else 0
+        self.rematched = 0
+        self.ahead = 0  # pages that the decodes of this step will need, while prefill goes first
         self.private = 0
         self.quarantined = 0
         self.reserve = 0  # pages that pins keep for good
@@ -204,8 +216,8 @@ class Core:
 
     def available(self) -> int:
         """Pages that can be written now: free and evictable, or what is left of the agreed floor (law E1)."""
-        pages = self.pool.free + (self.cache.evictable if self.cache is not None else 0)
-        return pages if self.floor is None else min(pages, self.floor - self.charged)
+        pages = self.pool.free - self.ahead + (self.cache.evictable if self.cache is not None else 0)
+        return pages if self.floor is None else min(pages, self.floor - self.charged - self.ahead)
 
     def ceiling(self) -> int:
         """Pages that an otherwise empty pool can give to one request: usable less permanent reserves (law B2)."""
@@ -239,12 +251,61 @@ class Core:
         kept = cache.extend(handle, live.part(start, stop), mine, adopt=adopt)
         if kept is None:
             return
+        self.grew(live, start, kept, mine)
         twice = mine[kept != mine]
         if len(twice):
             self.residents.table[live.row, start // size : stop // size] = kept
             self.exchanged.append((live.row, start // size, kept))
             self.pool.release(twice)
         self.private -= len(mine)
+
+    def grew(self, live: Live, start: int, kept: Pages, mine: Pages) -> None:
+        """Note what was added to the cache, so that only those whose match it can lengthen are matched again.
+
+        A match of m tokens can grow only by a page that continues it at m; the first new page of an insertion is the
+        only one that continues something that was there before.
+        """
+        if self.cache is None:
+            return
+        self.cache_seen = self.cache.grown
+        new = (kept == mine).nonzero()[0]
+        if not len(new):
+            return
+        size = self.config.page_size
+        at = start + int(new[0]) * size
+        self.growths += 1
+        if len(self.growth) >= MOST_GROWTHS:
+            self.growth.clear()
+            self.growth_floor = self.growths
+        self.growth[at, live.part(at, at + size).tobytes()] = self.growths
+
+    def match(self, live: Live) -> int:
+        """Tokens that the cache would serve to a request that waits, read only. O(1) while nothing relevant was added."""
+        cache = self.cache
+        if cache is None or not live.request.cache_read:
+            if live.hint_seen < 0:
+                self.matched(live, 0, 0)
+            return 0
+        if cache.grown != self.cache_seen:  # somebody else added to the cache
+            self.cache_seen = cache.grown
+            self.growths += 1
+            self.growth_floor = self.growths
+        seen = live.hint_seen
+        if seen >= self.growth_floor and (live.hint_next is None or self.growth.get(live.hint_next, -1) <= seen):
+            return live.hint
+        usable = reusable(live.target, self.config.page_size)
+        self.matched(live, cache.match(live.space, live.sequence()[:usable]), usable)
+        return live.hint
+
+    def matched(self, live: Live, length: int, usable: int) -> None:
+        """Note a fresh match of `length` of at most `usable` tokens."""
+        size = self.config.page_size
+        if live.hint != length:
+            self.rematched += 1
+        live.hint = length
+        live.hint_next = (length, live.part(length, length + size).tobytes()) if length < usable else None
+        live.hint_seen = self.growths
+        live.least = pages_for(live.target, size) - length // size
 
     # -- leaving --------------------------------------------------------------------------------------------------
 
@@ -327,6 +388,7 @@ class Core:
                 kept = self.cache.extend(handle, live.part(handle.length, stop), mine)
                 if kept is None:
                     raise InternalError("a cache refused to adopt pages")
+                self.grew(live, shared * size, kept, mine)
                 self.pool.release(mine[kept != mine])
                 shared = stop // size
             self.cache.unlock(handle)

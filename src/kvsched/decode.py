@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvsched.admission.budget import over_promised
+from kvsched.core import Core
 from kvsched.retraction import make_room
 from kvsched.step import Step, ones
 from kvsched.units import Ints
@@ -20,30 +21,42 @@ def plan_decodes(step: Step) -> None:
     A block-diffusion row computes all slots of its block in every pass; it moves on when a result marks the block final,
     so it waits for that result before its next pass.
     """
+    tried: set[int] = set()
+    rows = step.core.residents.active_rows()
+    while len(rows) and not _plan_rows(step, rows, tried):
+        # those whose turn it was were retracted or are parked: the budget goes to the next
+        left = step.core.residents.active_rows()
+        rows = left if not tried else np.array([row for row in left.tolist() if row not in tried], dtype=np.int64)
+
+
+def _plan_rows(step: Step, rows: Ints, tried: set[int]) -> bool:
+    """Plan as many of the rows as the budget serves. False when it served some and none of them could run."""
     core = step.core
     residents = core.residents
-    rows = residents.active_rows()
-    if not len(rows):
-        return
     wide = 1 + core.config.lookahead_tokens
     widths = None
+    turns = False
     if wide > 1 or residents.blocks:
         widths = _widths(step, rows, wide)
         if int(widths.sum()) > step.budget:
+            turns = True
             keep = _take_turns(step, rows, widths)
             rows, widths = rows[keep], widths[keep]
     elif len(rows) > step.budget:
+        turns = True
         rows = rows[_take_turns(step, rows, ones(len(rows)))]
     if not len(rows):
-        return
+        return True
     where = residents.index(rows)
     starts = residents.ctx[where].copy()
     ends = starts + 1 if widths is None else starts + widths
     crossing = (ends > residents.room[where]).nonzero()[0]
     if len(crossing):
+        if turns:
+            tried.update(rows.tolist())
         rows, starts, ends, widths = _cross_pages(step, rows, starts, ends, widths, crossing)
         if not len(rows):
-            return
+            return not turns
         where = residents.index(rows)
     step.decode_rows, step.decode_starts, step.decode_widths = rows, starts, widths
     step.budget -= len(rows) if widths is None else int(widths.sum())
@@ -57,6 +70,18 @@ def plan_decodes(step: Step) -> None:
     if len(ending):
         residents.deactivate(rows[ending])
     step.ending = ending
+    return True
+
+
+def pages_due(core: Core) -> int:
+    """Pages that the decodes of this step would take if all of them ran. O(rows)."""
+    residents = core.residents
+    rows = residents.active_rows()
+    if not len(rows):
+        return 0
+    most = np.where(residents.block[rows] > 0, residents.block[rows], 1 + core.config.lookahead_tokens)
+    ends = np.minimum(residents.ctx[rows] + most, residents.total[rows])
+    return int(np.maximum(-(-ends // core.config.page_size) - residents.held[rows], 0).sum())
 
 
 def _widths(step: Step, rows: Ints, wide: int) -> Ints:

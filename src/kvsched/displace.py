@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvsched.admission.budget import Funds, needs, pages_wanted
 from kvsched.core import Core
 from kvsched.live import Live
-from kvsched.prefill import arranger, match
+from kvsched.prefill import arranger
 from kvsched.retraction import ending, lost_tokens, retract
 from kvsched.step import Step
 
@@ -27,7 +27,7 @@ def displace(step: Step) -> None:
     for live in core.queue.candidates(arranger(core)):
         if not live.ready or live.late or _adapter_blocked(core, live):
             continue
-        need = pages_wanted(core, live) - match(core, live) // core.config.page_size
+        need = pages_wanted(core, live) - core.match(live) // core.config.page_size
         if places > 0 and need <= room:
             places -= 1
             room -= need

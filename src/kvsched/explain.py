@@ -7,7 +7,7 @@ from kvsched.commit import waited_steps
 from kvsched.core import Core
 from kvsched.live import Live
 from kvsched.plan import Status
-from kvsched.prefill import match, memory_reason
+from kvsched.prefill import memory_reason
 from kvsched.request import State
 from kvsched.verdict import Explanation, WaitReason
 
@@ -36,7 +36,9 @@ def _reason(core: Core, live: Live) -> tuple[WaitReason | None, int | None]:
         return WaitReason.RUNNING_LIMIT, 1
     if last.partial_places is not None and last.partial_places <= 0:
         return WaitReason.PARTIAL_PREFILL_LIMIT, None
-    need = pages_wanted(core, live) - match(core, live) // core.config.page_size
+    need = pages_wanted(core, live) - core.match(live) // core.config.page_size
+    if last.beside is not None and need > last.beside:
+        return WaitReason.HEAD_OF_LINE, None
     if need > last.fundable:
         return memory_reason(core, need, last.fundable)
     return WaitReason.STEP_TOKENS, None

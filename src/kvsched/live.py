@@ -37,7 +37,7 @@ class Live:
 
     __slots__ = (
         "admitted", "arrival", "bypassed", "cached", "family", "first_pass", "generated", "handle", "highwater",
-        "hint", "hint_grown", "id", "last_grant", "last_token_step", "late", "limit", "max_gap", "overtaken",
+        "hint", "hint_next", "hint_seen", "id", "last_grant", "last_token_step", "late", "least", "limit", "max_gap", "overtaken",
         "priority", "prompt", "ready", "reason", "reason_pass", "request", "retractions", "row", "short_by",
         "since", "skips", "space", "stops", "state", "submitted_pass", "target", "tenant", "tokens", "total",
         "total_pages", "uncomputed", "waited",
@@ -79,8 +79,10 @@ class Live:
         self.bypassed = 0
         self.skips = 0
         self.overtaken = False  # was stepped over for the adapter limit in an earlier pass
-        self.hint = 0
-        self.hint_grown = -1
+        self.hint = 0  # tokens of its last match; what was evicted since makes it an upper bound
+        self.hint_next: tuple[int, bytes] | None = None  # what must be added to the cache for the match to grow
+        self.hint_seen = -1  # growth of the cache up to which the match is known
+        self.least = 0  # pages it needs at least, given the match
         self.reason: WaitReason | None = None
         self.reason_pass = -1
         self.short_by: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvsched.core import Core, InFlight, Undo
-from kvsched.decode import plan_decodes, skip
+from kvsched.decode import pages_due, plan_decodes, skip
 from kvsched.displace import displace
 from kvsched.explain import status_of
 from kvsched.live import Live
@@ -56,14 +56,21 @@ def _phases(step: Step) -> None:
         displace(step)
     decoding = len(core.residents.active_rows())
     granted = False
-    if config.prefill_grant is not None and decoding and (core.prefilling or waiting):
+    ahead = 0
+    if decoding and (config.prefill_grant is not None or config.decode_every > 1):
+        ahead = pages_due(core)
+    may_go_first = ahead <= core.available()  # else the decodes have to retract, and then nobody is admitted (law C2)
+    core.ahead = ahead if may_go_first else 0
+    if may_go_first and config.prefill_grant is not None and decoding and (core.prefilling or waiting):
         granted = _grant(step)
-    first = config.decode_every > 1 and (core.prefilling or waiting) and \
+    first = may_go_first and config.decode_every > 1 and (core.prefilling or waiting) and \
         step.number - core.last_decode_step < config.decode_every
     if first:
         _prefill(step)
+        core.ahead = 0
         plan_decodes(step)
     else:
+        core.ahead = 0
         plan_decodes(step)
         _prefill(step)
     if not core.skips:

@@ -110,7 +110,7 @@ def continue_all(step: Step) -> None:
 class Admission:
     """One pass over those who wait: who starts in this step, and why the others do not."""
 
-    __slots__ = ("adapters", "beside", "closed", "core", "funds", "head", "head_handle", "places", "step", "barrier")
+    __slots__ = ("adapters", "beside", "closed", "core", "funds", "head", "head_handle", "places", "room", "step", "barrier")
 
     def __init__(self, step: Step) -> None:
         core = step.core
@@ -120,6 +120,7 @@ class Admission:
         self.head: Live | None = None
         self.head_handle: Handle | None = None
         self.beside: int | None = None  # backfill: pages left beside the head at its start
+        self.room = 0  # behind a head: pages that one request can have at most
         self.closed = False
         self.barrier = False  # somebody who was overtaken for the adapter limit before is still waiting
         limit = core.config.max_partial_prefills
@@ -137,6 +138,8 @@ class Admission:
                 break
             if step.budget <= 0 and self.head is None:
                 break
+            if self.head is not None and self._hopeless(live):
+                continue  # explain() works its reason out when asked
             reason = self._try(live, cap)
             if reason is None:
                 self._passed(live)
@@ -147,6 +150,7 @@ class Admission:
                 if core.config.head == "strict":
                     self.closed = True
                     break
+                self._measure_room()
         if self.head_handle is not None and core.cache is not None:
             core.cache.unlock(self.head_handle)
 
@@ -163,10 +167,22 @@ class Admission:
             return self.beside is None or self.beside <= 0 or self.funds.fundable() <= 0
         return True
 
+    def _hopeless(self, live: Live) -> bool:
+        """Whether a request behind a deferred head needs more than there is, at the least. O(1) for a known match."""
+        if live.hint_seen < 0 or live.least <= self.room:
+            return False
+        self.core.match(live)
+        return live.least > self.room and not live.request.ignore_eos and not live.late
+
+    def _measure_room(self) -> None:
+        """Pages that somebody behind the head can have at most."""
+        self.room = self.funds.fundable() if self.beside is None else min(self.funds.fundable(), self.beside)
+
     def _passed(self, live: Live) -> None:
         """`live` was admitted: count it against those it overtook."""
         core, undo = self.core, self.step.undo
         if self.head is not None:
+            self._measure_room()
             undo.set(self.head, "bypassed", self.head.bypassed + 1)
         if core.config.order == "sjf":
             for other in core.queue.fresh.values():
@@ -191,16 +207,16 @@ class Admission:
         full = config.max_adapters is not None and adapter is not None and (
             self.barrier or (adapter not in self.adapters and len(self.adapters) >= config.max_adapters))
         if full or self.places is not None or config.hold_shared_prefill or live.family is not None:
-            matched = match(core, live)
+            matched = core.match(live)
             reason = self._stepped_over(live, matched, full=full)
             if reason is not None:
                 return self._no(live, reason)
         wanted = pages_wanted(core, live)
         size = config.page_size
-        if core.cache is not None and live.hint_grown == core.cache.grown:
-            least = wanted - live.hint // size  # the hit can only have shrunk since
-            if least > self.funds.fundable() and not live.request.ignore_eos and self._may_skip_lock(live):
-                return self._short(live, least)
+        if not live.request.ignore_eos and (self.head is not None or config.head != "backfill"):
+            least = wanted - core.match(live) // size  # the hit can only have shrunk since
+            if least > self.funds.fundable():
+                return self._short(live, least) if self._beside_head(least) else self._no(live, WaitReason.HEAD_OF_LINE)
         handle, matched = lock(core, live)
         need = wanted - matched // size
         verdict = decide(need, self.funds.fundable(), core.pool.usable)
@@ -221,11 +237,6 @@ class Admission:
             return self._no(live, WaitReason.STEP_TOKENS)
         self._admit(live, handle, matched, length, need, by_peak=by_peak)
         return None
-
-    def _may_skip_lock(self, live: Live) -> bool:
-        """A deferred head under backfill is kept locked for the pass, so it is locked even when it cannot fit."""
-        del live
-        return self.head is not None or self.core.config.head != "backfill"
 
     def _stepped_over(self, live: Live, matched: int, *, full: bool) -> WaitReason | None:
         core, step, config = self.core, self.step, self.core.config
@@ -322,17 +333,6 @@ def memory_reason(core: Core, need: int, fundable: int) -> tuple[WaitReason, int
     return WaitReason.COMMITMENT, short
 
 
-def match(core: Core, live: Live) -> int:
-    """Tokens that the cache would serve, read only; remembered while nothing was added to the cache."""
-    cache = core.cache
-    if cache is None or not live.request.cache_read:
-        return 0
-    if live.hint_grown != cache.grown:
-        live.hint = cache.match(live.space, live.sequence()[: reusable(live.target, core.config.page_size)])
-        live.hint_grown = cache.grown
-    return live.hint
-
-
 def lock(core: Core, live: Live) -> tuple[Handle | None, int]:
     """Match and lock; the handle, and how many tokens it serves."""
     cache = core.cache
@@ -340,7 +340,7 @@ def lock(core: Core, live: Live) -> tuple[Handle | None, int]:
         return None, 0
     usable = reusable(live.target, core.config.page_size) if live.request.cache_read else 0
     handle = cache.lock(live.space, live.sequence()[:usable])
-    live.hint, live.hint_grown = handle.length, cache.grown
+    core.matched(live, handle.length, usable)
     return handle, handle.length
 
 
@@ -375,7 +375,7 @@ class _View:
         self.core = core
 
     def matched(self, live: Live) -> int:
-        return match(self.core, live)
+        return self.core.match(live)
 
     def path(self, live: Live) -> tuple[int, ...]:
         finder = getattr(self.core.cache, "path", None)
@@ -404,13 +404,27 @@ class _View:
 
 
 def arranger(core: Core) -> Callable[[Iterable[Live]], Iterable[Live]]:
-    """The present order as a function of those who wait."""
+    """The present order as a function of those who wait. What cannot have changed is not sorted again."""
     view = _View(core)
-    return lambda waiting: core.order.arrange(waiting, view)
+    order = core.order
+
+    def arrange(waiting: Iterable[Live]) -> Iterable[Live]:
+        if not order.keeps:
+            return order.arrange(waiting, view)
+        key = (core.queue.version, *((core.growths, core.rematched) if "cache" in order.keeps else ()),
+               *((core.passes,) if "passes" in order.keeps and core.config.aging_tokens else ()))
+        if core.arranged is None or core.arranged[0] is not order or core.arranged[1] != key:
+            found = list(order.arrange(waiting, view))
+            if "cache" in order.keeps:  # sorting may have matched anew
+                key = (core.queue.version, core.growths, core.rematched, *key[3:])
+            core.arranged = (order, key, found)
+        return core.arranged[2]
+
+    return arrange
 
 
 def record_pass(admission: Admission) -> None:
     """Keep what explain() needs to know of the pass."""
     core, step = admission.core, admission.step
-    core.last_pass = Pass(step.number, core.passes, admission.closed, admission.funds.fundable(), admission.places,
+    core.last_pass = Pass(step.number, core.passes, admission.closed, admission.funds.fundable(), admission.beside, admission.places,
                           core.residents.count >= core.config.max_running)

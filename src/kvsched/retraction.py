@@ -62,7 +62,7 @@ def retract(core: Core, live: Live) -> None:
     live.submitted_pass = core.passes
     core.leave(live, donate=True, valid=valid)
     live.move(Cause.RETRACT)
-    live.hint_grown = -1
+    live.hint_seen = -1
     live.reason = None
     core.queue.add_resuming(live)
     core.tell("retracted", live)

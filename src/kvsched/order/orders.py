@@ -42,7 +42,13 @@ class View(Protocol):
 
 
 class Order(Protocol):
-    """One way to arrange those who wait."""
+    """One way to arrange those who wait.
+
+    keeps: what its arrangement rests on besides who waits: "cache" for what is cached, "passes" for how long they have
+    waited (with aging); as long as that stands still it is not asked again. Empty: it is asked in every pass.
+    """
+
+    keeps: tuple[str, ...]
 
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         """The order in which to try them; `waiting` comes by arrival. May be lazy."""
@@ -50,6 +56,8 @@ class Order(Protocol):
 
 class Fcfs:
     """First come, first served. O(1)."""
+
+    keeps: tuple[str, ...] = ()
 
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         del view
@@ -63,6 +71,8 @@ class LongestPrefix:
     earlier arrival goes first. O(n log n), a cache match for each whose last match is out of date.
     """
 
+    keeps: tuple[str, ...] = ("queue", "cache", "passes")
+
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         credit = view.aging_tokens
         if not credit:
@@ -75,6 +85,8 @@ class DepthFirstWeight:
 
     The weight of a cache node is the number of requests whose match runs through it. O(total path length + n log n).
     """
+
+    keeps: tuple[str, ...] = ()
 
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         paths = {live.id: view.path(live) for live in waiting}
@@ -94,6 +106,8 @@ class DepthFirstWeight:
 class LongestOutput:
     """Most new tokens first: long answers start early. O(n log n)."""
 
+    keeps: tuple[str, ...] = ("queue",)
+
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         del view
         return sorted(waiting, key=lambda live: -live.limit)
@@ -102,6 +116,8 @@ class LongestOutput:
 class Priority:
     """Lower priority value first, then by arrival. O(n log n)."""
 
+    keeps: tuple[str, ...] = ("queue",)
+
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         del view
         return sorted(waiting, key=lambda live: live.priority)
@@ -109,6 +125,8 @@ class Priority:
 
 class ShortestFirst:
     """Fewest prompt tokens to compute first; one that was passed `max_skips` times goes before all. O(n log n)."""
+
+    keeps: tuple[str, ...] = ()
 
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         bound = view.max_skips
@@ -124,6 +142,8 @@ class Fair:
 
     What a request that is taken will cost counts at once, so that one pass already shares. O(tenants) per request taken.
     """
+
+    keeps: tuple[str, ...] = ()
 
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         lines: dict[str, list[Live]] = defaultdict(list)
