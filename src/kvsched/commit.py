@@ -397,6 +397,7 @@ def end(core: Core, live: Live, finish: Finish) -> Ended:
     held = int(core.residents.held[live.row]) if resident else 0
     computed = core.committed(live) if resident else live.highwater
     waited = waited_steps(core, live)
+    core.lives.pop(live.id, None)  # before its pages go: a pin is for who ended, not for who was retracted
     if resident:
         core.collect(live)
         row = live.row
@@ -416,7 +417,6 @@ def end(core: Core, live: Live, finish: Finish) -> Ended:
     core.inflight_tokens -= live.uncomputed
     live.uncomputed = 0
     live.move(cause)
-    core.lives.pop(live.id, None)
     if live.family is not None:
         live.family.members.remove(live)
         if not live.family.members:
