@@ -26,11 +26,11 @@ SCHEDULER_KEYS = (
 )
 """Keys of `config` that are keys of `SchedulerConfig` under the same name."""
 
-NOT_SUPPORTED = {
-    "window": None, "window_pages": None, "state_slots": None, "state_slots_per_request": 1, "state_transient_slots": 0,
-    "max_attended_tokens": None,
-}
-"""Keys of features that are not built, with the value that leaves each of them off."""
+NOT_SUPPORTED = ("window", "window_pages", "state_slots", "max_attended_tokens")
+"""Keys that turn a feature on which is not built, unless they are null."""
+
+WITHOUT_EFFECT = ("state_slots_per_request", "state_transient_slots")
+"""Keys that say something of a state-slot pool, and nothing where there is none."""
 
 EVENTS = (
     "submit", "ready", "abort", "abort_all", "pause", "resume", "flush", "step", "schedule", "commit", "rollback", "until", "set",
@@ -205,12 +205,13 @@ def _one_of(allowed: tuple[str, ...]) -> Callable[[Any, str], str]:
 
 
 def _config(value: Any) -> tuple[SchedulerConfig, dict[str, Any]]:
-    keys = (*SCHEDULER_KEYS, "pages", "reserved_pages", "prefix_cache", "eviction", *NOT_SUPPORTED)
+    keys = (*SCHEDULER_KEYS, "pages", "reserved_pages", "prefix_cache", "eviction", *NOT_SUPPORTED, *WITHOUT_EFFECT)
     found = _object(value, "config", keys, required=("page_size", "pages"))
-    for key, off in NOT_SUPPORTED.items():
-        given = found.get(key, off)
-        if given != off or isinstance(given, bool):
-            raise InvalidScenario(f"config.{key} is not supported yet; allowed: {json.dumps(off)}")
+    for key in NOT_SUPPORTED:
+        if found.get(key) is not None:
+            raise InvalidScenario(f"config.{key} is not supported yet; allowed: null")
+    for key in WITHOUT_EFFECT:
+        _count(found.get(key, 0), f"config.{key}", 0)
     try:
         config = SchedulerConfig(**{key: found[key] for key in SCHEDULER_KEYS if key in found})
     except ConfigError as error:

@@ -62,6 +62,9 @@ def run(document: Document) -> Report:
         except InternalError as error:
             failure = f"event {event.index} ({event.kind}): a law of the scheduler is broken: {error}"
             return Report(name=document.name, code=NOT_HELD, failures=(*room.failures, failure), state=None)
+        except Exception as error:  # noqa: BLE001 -- the scheduler is under test here: what it raises is the finding
+            failure = f"event {event.index} ({event.kind}): the scheduler raised {type(error).__name__}: {error}"
+            return Report(name=document.name, code=NOT_HELD, failures=(*room.failures, failure), state=None)
         if room.unreached:
             break
     code = NOT_HELD if room.failures else HELD
