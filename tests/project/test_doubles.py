@@ -32,6 +32,7 @@ DOUBLES: dict[str, str] = {
     "src/kvsched/testing/host.py:_Ear": "EventSink",
     "src/kvsched/sim/replay.py:ConstantExecutor": "Executor",
     "tests/sim/test_replay.py:PerRow": "CostModel",
+    "tests/test_cases.py:Ear": "EventSink",
 }
 """Every class of tests/, of kvsched.testing and of the simulator that is put in the place of a real object: where it
 stands, and what it stands in for. A class that looks like one and is missing here fails the search below."""
