@@ -88,7 +88,7 @@ def policy_of(eviction: str | EvictionPolicy) -> EvictionPolicy:
     if isinstance(eviction, str):
         if eviction in POLICIES:
             return POLICIES[eviction]()
-    elif isinstance(eviction, EvictionPolicy):
+    elif isinstance(eviction, EvictionPolicy) and not isinstance(eviction, type):
         return eviction
     raise ConfigError(f"eviction must be one of {', '.join(POLICIES)}, or an object with a score method, not {eviction!r}")
 
