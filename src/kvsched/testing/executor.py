@@ -251,6 +251,10 @@ class SimulatedExecutor:
             sequence.extend([alone._sample(sequence)])
         return sequence.tokens[len(request.tokens) : len(request.tokens) + count]
 
+    def pages_in_flight(self) -> set[int]:
+        """Pages that rows of plans in flight attend to."""
+        return {page for frame in self._frames for row in frame.rows for page in row.pages.tolist()}
+
     def pages_of(self, row: int, columns: int) -> list[int]:
         """Pages in the executor's own copy of a row of the block table."""
         have = self._table[row, :columns].tolist() if row < len(self._table) else []
@@ -391,7 +395,7 @@ class SimulatedExecutor:
             raise ExecutorViolation(f"plan {plan.step}: chunk of {sequence.id} ends at {end} of {len(sequence.tokens)}, last={row.last}")
         self._attend(plan, row, row.start)
         self._write(row, row.start, sequence.stamps[row.start : end])
-        if row.last and sequence.request.max_new_tokens != 0 and sequence.request.block_tokens is None:
+        if row.last and sequence.request.block_tokens is None:
             row.new = [self._sample(sequence)]
 
     def _decode(self, plan: Plan, row: _Row) -> None:

@@ -1,0 +1,167 @@
+"""A hypothesis state machine over the calls of a scheduler's host, for ours or for one built from your own parts.
+
+What lives here: which calls come and with what; hypothesis chooses and shrinks. What does not: the calls themselves and
+what is checked after each (`kvsched.testing.host`). The same from a plain seed, many times faster: `driver`.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvsched.config import HEADS, ORDERS
+from kvsched.testing.driver import LIVE, random_limits, random_setup, random_submit
+from kvsched.testing.host import CheckedHost, Parts
+
+SMALL = st.randoms(use_true_random=False)
+"""A random generator whose draws hypothesis makes, records and shrinks."""
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Every call of the API in any order, on tiny pools; after each, the executor, the plain model and `check()`.
+
+    Make your own with `scheduler_machine(parts)`.
+    """
+
+    parts = Parts()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: CheckedHost | None = None
+        self.texts: list[list[int]] = []
+
+    @property
+    def _host(self) -> CheckedHost:
+        assert self.host is not None
+        return self.host
+
+    @property
+    def _live(self) -> list[str]:
+        return list(self._host.model.accounts)
+
+    @initialize(rng=SMALL)
+    def build(self, rng: Random) -> None:
+        """A tiny scheduler with any combination of knobs."""
+        self.host = CheckedHost(**random_setup(rng), parts=self.parts)
+
+    @precondition(lambda self: len(self._live) < LIVE)
+    @rule(rng=SMALL)
+    def submit(self, rng: Random) -> None:
+        """A request; shared prefixes and live ids are common."""
+        _, fields = random_submit(rng, self._host, self.texts)
+        self._host.submit(**fields)
+
+    @precondition(lambda self: len(self._host.in_flight) < self._host.model.config.max_in_flight)
+    @rule(admit=st.sampled_from([None] * 9 + [0, 1]))
+    def schedule(self, admit: int | None) -> None:
+        """A plan."""
+        self._host.schedule(admit)
+
+    @precondition(lambda self: self._host.in_flight)
+    @rule()
+    def step(self) -> None:
+        """The usual: commit the oldest plan and make the next."""
+        self._host.commit()
+        self._host.schedule()
+
+    @precondition(lambda self: self._host.in_flight)
+    @rule(failed=st.sampled_from([0] * 6 + [1, 2, 3]), finished=st.sampled_from([0] * 6 + [1, 2, 5]))
+    def commit(self, failed: int, finished: int) -> None:
+        """The oldest plan's result, some rows failed or finished by the host."""
+        self._host.commit(failed, finished)
+
+    @precondition(lambda self: self._host.in_flight)
+    @rule()
+    def run_ahead(self) -> None:
+        """The oldest plan that has not run is run now and committed later."""
+        self._host.run()
+
+    @precondition(lambda self: self._host.in_flight)
+    @rule()
+    def rollback(self) -> None:
+        """The newest plan did not happen."""
+        self._host.rollback()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """A live, ended or unknown id, or a parent of children."""
+        names = sorted({*self._live, *(a.parent for a in self._host.model.accounts.values()), "r0", "nobody"})
+        self._host.abort(data.draw(st.sampled_from(names)))
+
+    @rule(mode=st.sampled_from(["hold", "retract"]))
+    def pause(self, mode: str) -> None:
+        """Pause, perhaps again."""
+        self._host.pause(mode)
+
+    @rule()
+    def resume(self) -> None:
+        """Resume, perhaps without a pause."""
+        self._host.resume()
+
+    @rule()
+    def flush(self) -> None:
+        """Empty the cache, or be told why not."""
+        self._host.flush()
+
+    @precondition(lambda self: any(not a.ready for a in self._host.model.accounts.values()))
+    @rule(data=st.data())
+    def mark_ready(self, data: st.DataObject) -> None:
+        """A request that the host held back may go."""
+        self._host.ready(data.draw(st.sampled_from([a.id for a in self._host.model.accounts.values() if not a.ready])))
+
+    @rule(data=st.data(), pages=st.integers(1, 4), steps=st.sampled_from([None, None, 1, 3]))
+    def hold_pages(self, data: st.DataObject, pages: int, steps: int | None) -> None:
+        """Pages set aside, free ones or a request's own."""
+        self._host.hold(data.draw(st.sampled_from(["h1", "h2", *self._live])), pages, steps)
+
+    @precondition(lambda self: self._host.holds)
+    @rule(data=st.data())
+    def release_pages(self, data: st.DataObject) -> None:
+        """Held pages come back."""
+        self._host.release(data.draw(st.sampled_from(sorted(self._host.holds))))
+
+    @rule(rng=SMALL)
+    def set_limits(self, rng: Random) -> None:
+        """Another limit, head policy or order."""
+        self._host.limits(**random_limits(rng, self._host))
+
+    @precondition(lambda self: self._host.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        """A pin is given up."""
+        self._host.unpin(data.draw(st.sampled_from([*self._host.stops, "nobody"])))
+
+    @rule(kind=st.sampled_from(CheckedHost.MISUSES))
+    def misuse(self, kind: str) -> None:
+        """What a host may not do is a typed error and changes nothing."""
+        self._host.misuse(kind)
+
+    def teardown(self) -> None:
+        """Everything ends and every page comes back."""
+        if self.host is not None:
+            self.host.drain()
+
+
+def scheduler_machine(parts: Parts | None = None, **settings: Any) -> type[SchedulerMachine]:
+    """A state machine class over your own pool, cache or scheduler; run it with `hypothesis.stateful` as any other.
+
+    settings: keys of `SchedulerConfig` that every run shares (the others are drawn).
+    """
+    fixed = dict(settings)
+    order = fixed.get("order", ORDERS[0])
+    head = fixed.get("head", HEADS[0])
+    name = f"SchedulerMachine_{order}_{head}" if fixed else "SchedulerMachine"
+
+    class Machine(SchedulerMachine):
+        @initialize(rng=SMALL)
+        def build(self, rng: Random) -> None:
+            setup = random_setup(rng)
+            setup["settings"] |= fixed
+            self.host = CheckedHost(**setup, parts=self.parts)
+
+    Machine.parts = Parts() if parts is None else parts
+    Machine.__name__ = Machine.__qualname__ = name
+    return Machine
