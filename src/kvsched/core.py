@@ -132,15 +132,24 @@ class Hold:
 
 @attrs.define(eq=False)
 class Pass:
-    """What the last admission pass saw, kept for explain(): scalars only."""
+    """What the last pass left, kept for explain(): why a request that was not tried got nothing is worked out from it.
 
-    step: int
+    leaders: residents with prefill to commit, and how many of their tokens were committed.
+    """
+
     number: int
-    closed: bool  # nobody behind the deferred head was tried any more
-    fundable: int
-    beside: int | None
-    partial_places: int | None
-    full: bool  # max_running was reached
+    head: Live | None = None
+    closed: bool = False  # nobody behind the head was tried any more
+    budget: int = 0
+    fundable: int = 0
+    available: int = 0
+    beside: int | None = None
+    partial_places: int | None = None
+    adapters: frozenset[str] = frozenset()
+    full: bool = False  # max_running was reached
+    retracted: bool = False
+    admit_left: int | None = None
+    leaders: tuple[tuple[Live, int], ...] = ()
 
 
 MOST_GROWTHS = 8192
@@ -154,7 +163,7 @@ class Core:
     """Everything a step reads and writes."""
 
     __slots__ = (
-        "ahead", "arranged", "arrivals", "attempts", "cache", "cache_seen", "charged", "completions", "config", "decode_steps", "evicted", "events", "exchanged",
+        "ahead", "arranged", "arrivals", "attempts", "cache", "cache_seen", "charged", "completions", "config", "decode_steps", "evicted", "events", "exchanged", "explained",
         "floor", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
         "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
         "quarantined", "queue", "ratio", "rematched", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
@@ -204,6 +213,7 @@ class Core:
         self.postponed = False  # the last step put a due decode behind a grant
         self.paused: str | None = None
         self.last_pass: Pass | None = None
+        self.explained: tuple[tuple[Any, ...], dict[str, tuple[WaitReason | None, int | None]]] | None = None
         self.known_promises = False  # somebody was admitted by the peak over time (law B4) and residents remain
         self.skips: list[tuple[Ints, WaitReason]] = []  # decode rows that got nothing in the last step, and why
         self.exchanged: list[tuple[int, int, Pages]] = []  # (row, column, pages) that the host has not been told of
@@ -405,13 +415,14 @@ class Core:
     def pin(self, live: Live) -> None:
         """Keep leading prompt pages for good, as far as the limit and every accepted request allow (law D7).
 
-        Pages that another owner pinned already cost nothing more. A pin that would leave too little for an accepted
+        Pages that another owner pinned already cost nothing more. Nothing is pinned while somebody runs on the promise
+        that these pages come back (the peak check of law B4). A pin that would leave too little for an accepted
         request is cut short; the event says how many of how many pages it got.
         """
         cache, size, limit = self.cache, self.config.page_size, self.config.pin_limit_pages
         wanted = min(live.request.pin, live.prompt // size)
         granted = 0
-        if limit is not None and cache is not None and wanted:
+        if limit is not None and cache is not None and wanted and not self.known_promises:
             largest = max((other.total_pages for other in self.lives.values()), default=0)
             room = min(limit - self.reserve, self.ceiling() - largest)
             pinned = self.pinned_pages()

@@ -1,50 +1,87 @@
-"""Why a request gets nothing, worked out when somebody asks (laws B8 and F1). Reads only."""
+"""Why a request gets nothing, worked out when somebody asks (laws B8 and F1). Reads only.
+
+A pass notes a reason only for those it tried. For the others the pass is gone through once more, on the figures that it
+left, without touching anything.
+"""
 
 from __future__ import annotations
 
 from kvsched.admission.budget import pages_wanted
+from kvsched.admission.chunking import chunk_length
 from kvsched.commit import waited_steps
-from kvsched.core import Core
+from kvsched.core import Core, Pass
 from kvsched.live import Live
 from kvsched.plan import Status
-from kvsched.prefill import memory_reason
+from kvsched.prefill import arranger, memory_reason, shares
 from kvsched.request import State
-from kvsched.verdict import Explanation, WaitReason
+from kvsched.units import aligned
+from kvsched.verdict import HEAD_REASONS, Explanation, WaitReason
+
+Reason = tuple[WaitReason | None, int | None]
 
 
 def explain(core: Core, live: Live) -> Explanation:
     """The first reason that stops the request, as of the last pass; None when nothing does or no pass saw it yet."""
-    reason, short_by = _reason(core, live)
-    return Explanation(live.id, live.state.value, reason, short_by, waited_steps(core, live), _words(reason, short_by))
+    reason, short_by = _reason_of_resident(core, live) if live.row >= 0 else reasons(core)[live.id]
+    words = "" if reason is None else reason.value if short_by is None else f"{reason.value}, short by {short_by}"
+    return Explanation(live.id, live.state.value, reason, short_by, waited_steps(core, live), words)
 
 
-def _reason(core: Core, live: Live) -> tuple[WaitReason | None, int | None]:
-    if live.row >= 0:
-        return _reason_of_resident(core, live)
+def reasons(core: Core) -> dict[str, Reason]:
+    """Why each request that waits does, as of the last pass. O(waiting) the first time after a pass, then O(1)."""
+    key = (core.passes, core.queue.version, core.paused)
+    if core.explained is None or core.explained[0] != key:
+        core.explained = (key, _work_out(core))
+    return core.explained[1]
+
+
+def _work_out(core: Core) -> dict[str, Reason]:
     last = core.last_pass
-    if last is None or live.submitted_pass >= core.passes:
-        return None, None
-    if core.paused is not None:
-        return WaitReason.PAUSED, None
-    if not live.ready or live.late:
-        return WaitReason.HOST, None
-    if live.reason is not None and live.reason_pass == core.passes:
-        return live.reason, live.short_by
-    if last.closed:
+    found: dict[str, Reason] = {}
+    head = False
+    for live in core.queue.candidates(arranger(core)):
+        if core.paused is not None:
+            found[live.id] = (WaitReason.PAUSED, None)
+        elif last is None or last.number != core.passes or live.submitted_pass >= core.passes:
+            found[live.id] = (None, None)
+        elif not live.ready or live.late:
+            found[live.id] = (WaitReason.HOST, None)
+        elif live.reason is not None and live.reason_pass == core.passes:
+            found[live.id] = (live.reason, live.short_by)
+            head = head or live.reason in HEAD_REASONS
+        else:
+            found[live.id] = reason = _untried(core, last, live, head=head)
+            head = head or reason[0] in HEAD_REASONS
+    return found
+
+
+def _untried(core: Core, last: Pass, live: Live, *, head: bool) -> Reason:
+    """The reason of a request that the pass did not come to, or passed over in haste behind the head."""
+    config = core.config
+    matched = core.match(live)
+    need = pages_wanted(core, live) - matched // config.page_size
+    if head and (config.head == "strict" or last.closed or (config.head == "backfill" and (last.beside is None or need > last.beside))):
         return WaitReason.HEAD_OF_LINE, None
+    if last.admit_left is not None and last.admit_left <= 0:
+        return WaitReason.RANK_AGREEMENT, 1
     if last.full:
         return WaitReason.RUNNING_LIMIT, 1
-    if last.partial_places is not None and last.partial_places <= 0:
+    rest = live.target - matched
+    if last.partial_places is not None and last.partial_places <= 0 and \
+            chunk_length(rest, last.budget, config.chunk_tokens, config.long_prefill_tokens, alone=False) < rest:
         return WaitReason.PARTIAL_PREFILL_LIMIT, None
-    need = pages_wanted(core, live) - core.match(live) // core.config.page_size
-    if last.beside is not None and need > last.beside:
-        return WaitReason.HEAD_OF_LINE, None
-    if need > last.fundable:
-        return memory_reason(core, need, last.fundable)
+    adapter = live.request.adapter
+    if config.max_adapters is not None and adapter is not None and adapter not in last.adapters and \
+            len(last.adapters) >= config.max_adapters:
+        return WaitReason.ADAPTER_LIMIT, None
+    if any(shares(core, live, leader, aligned(committed, config.page_size)) for leader, committed in last.leaders):
+        return WaitReason.SHARED_PREFILL, None
+    if need > last.fundable or last.retracted:
+        return memory_reason(core, need, last.fundable, last.available)
     return WaitReason.STEP_TOKENS, None
 
 
-def _reason_of_resident(core: Core, live: Live) -> tuple[WaitReason | None, int | None]:
+def _reason_of_resident(core: Core, live: Live) -> Reason:
     if live.state is State.PAUSED:
         return WaitReason.PAUSED, None
     if live.reason is not None and live.reason_pass == core.passes:
@@ -53,12 +90,6 @@ def _reason_of_resident(core: Core, live: Live) -> tuple[WaitReason | None, int 
         if live.row in rows.tolist():
             return reason, None
     return None, None
-
-
-def _words(reason: WaitReason | None, short_by: int | None) -> str:
-    if reason is None:
-        return ""
-    return reason.value if short_by is None else f"{reason.value}, short by {short_by}"
 
 
 def status_of(core: Core, *, rows: int) -> Status:

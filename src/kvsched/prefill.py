@@ -5,7 +5,7 @@ Order and limits are law C4; what may be promised is asked of `kvsched.admission
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -201,8 +201,8 @@ class Admission:
             return self._no(live, WaitReason.RANK_AGREEMENT, 1)
         if core.residents.count >= config.max_running:
             return self._no(live, WaitReason.RUNNING_LIMIT, 1)
-        if step.retracted_for_memory:
-            return self._no(live, WaitReason.COMMITMENT, None)
+        if step.retracted_for_memory:  # this step made room by retraction: nobody new, and not the victim (law C2)
+            return self._short(live, pages_wanted(core, live) - core.match(live) // config.page_size)
         adapter = live.request.adapter
         full = config.max_adapters is not None and adapter is not None and (
             self.barrier or (adapter not in self.adapters and len(self.adapters) >= config.max_adapters))
@@ -222,7 +222,7 @@ class Admission:
         verdict = decide(need, self.funds.fundable(), core.pool.usable)
         by_peak = False
         if verdict is not Verdict.ADMIT and live.request.ignore_eos and self._beside_head(need):
-            by_peak = self.funds.peak_fits(live, matched // size)
+            by_peak = self.funds.peak_fits(live, handle.pages if handle is not None else NO_PAGES)
         beside = self._beside_head(need)
         if (verdict is not Verdict.ADMIT and not by_peak) or not beside:
             reason = self._short(live, need) if beside else self._no(live, WaitReason.HEAD_OF_LINE)
@@ -265,13 +265,14 @@ class Admission:
 
     def _short(self, live: Live, need: int) -> WaitReason:
         """The word for a shortage of memory, and by how many pages."""
-        return self._no(live, *memory_reason(self.core, need, self.funds.fundable()))
+        fundable = self.funds.fundable()
+        return self._no(live, *memory_reason(self.core, need, fundable, self.core.available()))
 
     def _let_go(self, live: Live, handle: Handle | None, need: int) -> None:
         """A candidate that is not admitted leaves no lock behind; a backfill head keeps its own until the pass ends."""
         core = self.core
         if self.head is None and core.config.head == "backfill":
-            self.beside = first_fit(core, need, self.funds)
+            self.beside = first_fit(core, need, self.funds, handle.pages if handle is not None else NO_PAGES)
             self.head_handle = handle
         elif handle is not None and core.cache is not None:
             core.cache.unlock(handle)
@@ -288,7 +289,7 @@ class Admission:
         live.move(Cause.ADMIT)
         core.admissions += 1
         live.admitted = core.admissions
-        live.cached = matched
+        step.undo.set(live, "cached", matched)
         core.residents.served[row] = step.number
         core.running[live.id] = live
         core.prefilling[live.id] = live
@@ -322,13 +323,13 @@ class Admission:
         core.tell("admitted", live)
 
 
-def memory_reason(core: Core, need: int, fundable: int) -> tuple[WaitReason, int]:
+def memory_reason(core: Core, need: int, fundable: int, available: int) -> tuple[WaitReason, int]:
     """Which memory is short for `need` pages, and by how many: held by the host, not there, or promised to others."""
     held = sum(len(hold.pages) + hold.cached for hold in core.holds.values())
-    short = need - fundable
-    if held and need <= fundable + held:
+    short = max(need - fundable, 0)
+    if held and fundable < need <= fundable + held:
         return WaitReason.PINNED_PAGES, short
-    if need > core.available():
+    if need > available:
         return WaitReason.PAGES, short
     return WaitReason.COMMITMENT, short
 
@@ -345,25 +346,23 @@ def lock(core: Core, live: Live) -> tuple[Handle | None, int]:
 
 
 def awaits_prefill(core: Core, live: Live, matched: int) -> bool:
-    """Whether a resident is about to put the very next page that this request lacks into the cache.
+    """Whether a resident is about to put the very next page that this request lacks into the cache."""
+    return any(shares(core, live, other, matched) for other in core.prefilling.values())
 
-    Siblings (n > 1) always wait for each other's prompt; others only under `hold_shared_prefill`.
+
+def shares(core: Core, live: Live, other: Live, matched: int) -> bool:
+    """Whether `live` would wait for `other`'s prefill to put the page after `matched` tokens into the cache.
+
+    Siblings (n > 1) always wait for each other's prompt; others only under `hold_shared_prefill`. O(matched).
     """
-    if core.cache is None or not live.request.cache_read:
+    family = live.family is not None and other.family is live.family
+    if core.cache is None or not (family or core.config.hold_shared_prefill) or other is live:
         return False
-    size = core.config.page_size
-    until = matched + size
-    if until > reusable(live.target, size):
+    until = matched + core.config.page_size
+    if not live.request.cache_read or not other.request.cache_write or other.space != live.space or \
+            until > reusable(live.target, core.config.page_size) or until > aligned(other.target, core.config.page_size):
         return False
-    mine = live.part(0, until)
-    for other in core.prefilling.values():
-        family = live.family is not None and other.family is live.family
-        if not (family or core.config.hold_shared_prefill) or not other.request.cache_write:
-            continue
-        space: Hashable = other.space
-        if space == live.space and aligned(other.target, size) >= until and np.array_equal(other.part(0, until), mine):
-            return True
-    return False
+    return np.array_equal(other.part(0, until), live.part(0, until))
 
 
 class _View:
@@ -425,6 +424,13 @@ def arranger(core: Core) -> Callable[[Iterable[Live]], Iterable[Live]]:
 
 def record_pass(admission: Admission) -> None:
     """Keep what explain() needs to know of the pass."""
-    core, step = admission.core, admission.step
-    core.last_pass = Pass(step.number, core.passes, admission.closed, admission.funds.fundable(), admission.beside, admission.places,
-                          core.residents.count >= core.config.max_running)
+    core, step, config = admission.core, admission.step, admission.core.config
+    leaders: tuple[tuple[Live, int], ...] = ()
+    if config.hold_shared_prefill or core.parents:
+        computing = {entry.live.id: entry.chunk.start for entry in step.prefill}
+        leaders = tuple((live, computing.get(live.id, int(core.residents.ctx[live.row]))) for live in core.prefilling.values())
+    core.last_pass = Pass(
+        core.passes, admission.head, admission.closed, step.budget, admission.funds.fundable(), core.available(),
+        admission.beside, admission.places, frozenset(name for name in admission.adapters if name is not None),
+        core.residents.count >= config.max_running, step.retracted_for_memory, step.admit_left, leaders,
+    )

@@ -42,8 +42,11 @@ def victims(core: Core, step: Step | None) -> list[Live]:
     return chosen
 
 
-def retract(core: Core, live: Live) -> None:
-    """Send a resident back to the queue. Its pages come back now, or when its last plan in flight ends."""
+def retract(core: Core, live: Live, *, in_pass: bool = True) -> None:
+    """Send a resident back to the queue. Its pages come back now, or when its last plan in flight ends.
+
+    in_pass: within schedule(), so that the present pass counts as waited.
+    """
     row = live.row
     core.collect(live)
     valid = core.committed(live)
@@ -59,7 +62,7 @@ def retract(core: Core, live: Live) -> None:
     live.highwater = max(live.highwater, valid)
     core.totals["retractions"] += 1
     live.target = live.prompt + len(live.generated)
-    live.submitted_pass = core.passes
+    live.submitted_pass = core.passes - in_pass
     core.leave(live, donate=True, valid=valid)
     live.move(Cause.RETRACT)
     live.hint_seen = -1

@@ -264,7 +264,7 @@ class Scheduler:
         core.paused = mode
         for live in list(core.running.values()):
             if mode == "retract":
-                retract(core, live)
+                retract(core, live, in_pass=False)
             elif live.state is State.RUNNING:
                 live.move(Cause.HOLD)
                 core.tell("paused", live)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsched.core import Core
 from kvsched.live import Live
-from kvsched.units import Ints, pages_for, pages_for_each
+from kvsched.units import Ints, Pages, pages_for, pages_for_each
 
 
 def reach(total: int, base: int, *, guaranteed: bool, ratio: float, clip: int) -> int:
@@ -87,28 +87,46 @@ class Funds:
         """Pages that can be promised to a newcomer, its match locked: free + recoverable evictable - promises."""
         return self.core.available() - self.promised
 
-    def peak_fits(self, live: Live, matched: int) -> bool:
+    def peak_fits(self, live: Live, match: Pages) -> bool:
         """The check for a request whose length is known (law B4): does the peak over time fit?
 
         Residents grow together, one token a step, and are released in order of remaining tokens. At each release the
-        growth of all who are still there must fit into what is available and what was released before. matched: pages
-        of the candidate's hit, locked already. O(residents^2) in blocks.
+        growth of all who are still there must fit into what is available and what was released before. match: pages
+        of the candidate's hit, locked already. O(pages held + residents^2).
         """
         core, size = self.core, self.core.config.page_size
         residents = core.residents
         rows = residents.taken_rows()
         base = np.append(np.maximum(residents.ctx[rows], residents.target[rows]), live.target)
-        ends = np.append(reaches(core, rows), live.total)
-        held = np.minimum(np.append(residents.held[rows], matched), pages_for_each(base, size))
-        back = np.array([core.releasable(other) for other in residents] + [0], dtype=np.int64)
-        left = ends - base
+        left = np.append(reaches(core, rows), live.total) - base
+        held = np.minimum(np.append(residents.held[rows], len(match)), pages_for_each(base, size))
+        turn = np.argsort(left, kind="stable")
+        holdings = [residents.pages(row) for row in rows.tolist()] + [match]
+        back = released_in_turn(core, [holdings[index] for index in turn.tolist()])
+        base, left, held = base[turn], left[turn], held[turn]
+        gone = np.concatenate(([0], np.cumsum(back)))
         room = core.available()
         for now in np.unique(left).tolist():
-            alive = left >= now
-            growth = pages_for_each(base[alive] + now, size) - held[alive]
-            if int(growth.sum()) > room + int(back[~alive].sum()):
+            first = int(np.searchsorted(left, now))
+            growth = pages_for_each(base[first:] + now, size) - held[first:]
+            if int(growth.sum()) > room + int(gone[first]):
                 return False
         return True
+
+
+def released_in_turn(core: Core, holdings: list[Pages]) -> Ints:
+    """Pages that come back as holders leave in the given order: a shared page comes with the last who holds it.
+
+    Pages that pins and the host hold do not come back. O(pages).
+    """
+    ranks = np.repeat(np.arange(len(holdings)), [len(pages) for pages in holdings])
+    pages = np.concatenate(holdings) if holdings else np.zeros(0, dtype=np.int32)
+    stay = [page for hold in core.holds.values() for page in hold.pages.tolist()] + list(core.pinned_pages())
+    if stay:
+        kept = ~np.isin(pages, stay)
+        pages, ranks = pages[kept], ranks[kept]
+    _, last = np.unique(pages[::-1], return_index=True)
+    return np.bincount(ranks[::-1][last], minlength=len(holdings))
 
 
 def over_promised(core: Core) -> bool:
@@ -117,42 +135,32 @@ def over_promised(core: Core) -> bool:
 
 
 def safe(core: Core, extra: dict[int, int]) -> bool:
-    """Whether every resident could still run to its end, one after the other by remaining tokens, after a grant.
+    """Whether every resident could still run to its end, one after the other, after a grant (the banker's check).
 
     extra: pages that would be granted per row. Used where more is promised than available and nothing may be
-    retracted: a grant that is not safe waits. O(residents log residents).
+    retracted: a grant that is not safe waits. Taking the least needy first finds an order if there is one, since who
+    ends gives pages back and takes none away. O(pages held + residents log residents).
     """
     residents = core.residents
     rows = residents.taken_rows()
-    need = needs(core, rows)
-    left = reaches(core, rows) - np.maximum(residents.ctx[rows], residents.target[rows])
-    back = np.array([core.releasable(live) for live in residents], dtype=np.int64)
     grant = np.array([extra.get(row, 0) for row in rows.tolist()], dtype=np.int64)
-    need, back = np.maximum(need - grant, 0), back + grant
-    by_end = np.argsort(left, kind="stable")
-    before = np.cumsum(back[by_end]) - back[by_end]
-    room = core.available() - int(grant.sum()) + before
-    return bool(room.size == 0 or (need[by_end] <= room).all())
+    need = np.maximum(needs(core, rows) - grant, 0)
+    turn = np.argsort(need, kind="stable")
+    back = released_in_turn(core, [residents.pages(row) for row in rows[turn].tolist()]) + grant[turn]
+    room = core.available() - int(grant.sum()) + np.cumsum(back) - back
+    return bool((need[turn] <= room).all())
 
 
-def first_fit(core: Core, need: int, funds: Funds) -> int | None:
+def first_fit(core: Core, need: int, funds: Funds, match: Pages) -> int | None:
     """Pages left beside a deferred head at its start, the first release after which it fits (law B10, backfill).
 
-    Residents are taken in order of remaining tokens. None when the head cannot start by releases alone.
-    O(residents log residents).
+    Residents are taken in order of remaining tokens; match: pages of the head's hit, locked, which nobody gives back.
+    None when the head cannot start by releases alone. O(pages held + residents log residents).
     """
     residents = core.residents
     rows = residents.taken_rows()
-    left = (residents.total[rows] - residents.ctx[rows]).tolist()
-    promised: list[int] = needs(core, rows).tolist()
-    room = funds.fundable()
-    if room >= need:
-        return room - need
-    for index in sorted(range(len(left)), key=lambda i: (left[i], i)):
-        live = residents.live[int(rows[index])]
-        if live is None:
-            continue
-        room += promised[index] + core.releasable(live)
-        if room >= need:
-            return room - need
-    return None
+    rows = rows[np.argsort(residents.total[rows] - residents.ctx[rows], kind="stable")]
+    back = released_in_turn(core, [residents.pages(row) for row in rows.tolist()] + [match])[:-1]
+    room = np.concatenate(([0], np.cumsum(needs(core, rows) + back))) + funds.fundable()
+    fits = (room >= need).nonzero()[0]
+    return int(room[fits[0]]) - need if len(fits) else None
