@@ -24,8 +24,20 @@ class TestPagePoolWithReservedPages(PoolConformance):
         return PagePool(usable + 3, page_size, reserved_pages=3)
 
 
+class AtOnce(PagePool):
+    """A pool that takes few pages back in the way it takes many."""
+
+    def _taken_back_one_by_one(self, pages: list[int]) -> bool:
+        return self._taken_back_at_once(np.array(pages, dtype=np.int32))
+
+
+class TestManyPagesAtOnce(PoolConformance):
+    def make(self, usable: int, page_size: int) -> PagePool:
+        return AtOnce(usable, page_size)
+
+
 def test_random_calls_against_the_model() -> None:
-    run_state_machine_as_test(pool_machine(PagePool), settings=SHORT)
+    run_state_machine_as_test(pool_machine(AtOnce), settings=SHORT)
     run_state_machine_as_test(pool_machine(lambda usable, size: PagePool(usable + 2, size, 2)), settings=SHORT)
 
 
@@ -67,8 +79,9 @@ def test_giving_back_what_was_just_taken_restores_the_pool_exactly() -> None:
     ([5, 5], "page 5 is named twice"), ([9], "page 9 is already free"), ([5, 99], "page 99 is out of range: ids go from 0 to 15"),
     ([-1], "page -1 is out of range"), ([2**31 - 1], "is out of range"), ([5, 6, 9], "page 9 is already free"),
 ])
-def test_a_refused_release_names_the_page_and_changes_nothing(call: list[int], text: str) -> None:
-    pool = PagePool(16, 1)
+@pytest.mark.parametrize("kind", [PagePool, AtOnce])
+def test_a_refused_release_names_the_page_and_changes_nothing(kind: type[PagePool], call: list[int], text: str) -> None:
+    pool = kind(16, 1)
     pool.alloc(8)
     with pytest.raises(DoubleFree, match=text):
         pool.release(np.array(call))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvsched.errors import ConfigError
 
@@ -34,7 +34,6 @@ class Usage(Protocol):
     """The best (lowest) priority of the requests that used it."""
 
 
-@runtime_checkable
 class EvictionPolicy(Protocol):
     """Ranks leaves. The lowest score is evicted first. A score changes only when a handle is given back."""
 
@@ -83,13 +82,14 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = MappingProxyType(
 """Policies by the name a configuration uses. A class of a host's own can be passed instead of a name."""
 
 
-def policy_of(eviction: str | EvictionPolicy) -> EvictionPolicy:
+def policy_of(eviction: Any) -> EvictionPolicy:
     """The policy that `eviction` names, or is. Raises `ConfigError` naming those there are."""
     if isinstance(eviction, str):
         if eviction in POLICIES:
             return POLICIES[eviction]()
-    elif isinstance(eviction, EvictionPolicy) and not isinstance(eviction, type):
-        return eviction
+    elif callable(getattr(eviction, "score", None)) and not isinstance(eviction, type):
+        policy: EvictionPolicy = eviction
+        return policy
     raise ConfigError(f"eviction must be one of {', '.join(POLICIES)}, or an object with a score method, not {eviction!r}")
 
 

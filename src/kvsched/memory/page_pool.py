@@ -13,6 +13,8 @@ from kvsched.units import Pages
 
 NOT_OUT = -1
 """Mark of a page that is free or reserved. A page that is handed out has a mark of 0 or more."""
+FEW = 64
+"""Pages up to which release is faster one by one than with arrays; with timeit 1.5 against 8 microseconds for a single page."""
 
 
 class PagePool:
@@ -22,7 +24,7 @@ class PagePool:
     host that needs a null page. Raises `ConfigError` for sizes that leave no page to hand out.
 
     The lowest ids go first, and pages given back go first again, in the order in which they had been handed out; so giving
-    back what was just taken restores the pool exactly. Nine bytes per page.
+    back what was just taken restores the pool exactly. Eight bytes per page.
 
     >>> pool = PagePool(pages=4, page_size=16, reserved_pages=1)
     >>> pool.alloc(2), pool.free
@@ -42,6 +44,7 @@ class PagePool:
         self._stack = np.arange(pages - 1, self._reserved - 1, -1, dtype=np.int32)
         self._top = self._usable
         self._mark = np.full(pages, NOT_OUT, dtype=np.int32)
+        self._marks = self._mark.data  # the same marks, one at a time
 
     def __repr__(self) -> str:
         return f"<PagePool of {self._usable} pages of {self._page_size} tokens, {self._top} free>"
@@ -81,24 +84,10 @@ class PagePool:
         """Take pages back. Raises `DoubleFree` and changes nothing unless each is handed out and named once. O(len(pages))."""
         pages = int32(pages, "pages")
         n = len(pages)
-        if n == 0:
-            return
-        order = np.arange(n, dtype=np.int32)
-        try:
-            # As uint32 a negative id is beyond every pool, so one bounds check serves both ends.
-            ids = pages.view(np.uint32)
-            handed_out = not (self._mark[ids] < 0).any()
-        except IndexError:
-            handed_out = False
-        if handed_out:
-            # A page named twice keeps the later of its two positions; all marks stay at 0 or more meanwhile.
-            self._mark[ids] = order
-            if (self._mark[ids] == order).all():
-                self._mark[ids] = NOT_OUT
-                self._stack[self._top : self._top + n] = pages[::-1]
-                self._top += n
-                return
-        raise DoubleFree(self._complaint(pages))
+        if not (self._taken_back_one_by_one(pages.tolist()) if n <= FEW else self._taken_back_at_once(pages)):
+            raise DoubleFree(self._complaint(pages))
+        self._stack[self._top : self._top + n] = pages[::-1]
+        self._top += n
 
     def handed_out(self) -> Pages:
         """The ids that are handed out now, ascending. O(pages)."""
@@ -129,6 +118,33 @@ class PagePool:
                 f"page pool: {'; '.join(broken)}. usable={self._usable} reserved={self._reserved} top={self._top} "
                 f"free={free.tolist()} handed_out={np.flatnonzero(out).tolist()}"
             )
+
+    def _taken_back_one_by_one(self, pages: list[int]) -> bool:
+        """Unmark pages, or answer False and change nothing when one of them must not come back."""
+        marks = self._marks
+        for at, page in enumerate(pages):
+            if not self._reserved <= page < len(marks) or marks[page] < 0:
+                for earlier in pages[:at]:
+                    marks[earlier] = 0
+                return False
+            marks[page] = NOT_OUT
+        return True
+
+    def _taken_back_at_once(self, pages: Pages) -> bool:
+        """The same with whole arrays."""
+        ids = pages.view(np.uint32)  # so a negative id is beyond every pool, and one bounds check serves both ends
+        order = np.arange(len(pages), dtype=np.int32)
+        try:
+            if (self._mark[ids] < 0).any():
+                return False
+        except IndexError:
+            return False
+        # A page named twice keeps the later of its two positions; all marks stay at 0 or more meanwhile.
+        self._mark[ids] = order
+        if (self._mark[ids] != order).any():
+            return False
+        self._mark[ids] = NOT_OUT
+        return True
 
     def _complaint(self, pages: Pages) -> str:
         seen: set[int] = set()
