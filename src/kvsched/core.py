@@ -240,6 +240,7 @@ class Core:
             pages = self.cache.evict(short)
             self.pool.release(pages)
             self.evicted += len(pages)
+            self.totals["evicted_pages"] += len(pages)
         self.charged += n
         self.private += n
         return self.pool.alloc(n)

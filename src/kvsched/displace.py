@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvsched.admission.budget import Funds, needs, pages_wanted
 from kvsched.core import Core
 from kvsched.live import Live
-from kvsched.prefill import arranger
+from kvsched.prefill import NO_PAGES, arranger, lock
 from kvsched.retraction import ending, lost_tokens, retract
 from kvsched.step import Step
 
@@ -32,6 +32,8 @@ def displace(step: Step) -> None:
             places -= 1
             room -= need
             continue
+        if places > 0 and live.request.ignore_eos and _fits_by_peak(core, live, funds):
+            return  # it starts without displacing anybody
         if coming and places > 0 and need <= room + coming:
             return  # pages are on their way to it: nobody is displaced twice for one page
         chosen = _victims_for(core, live, need, room + coming, places)
@@ -48,6 +50,14 @@ def displace(step: Step) -> None:
         coming = core.on_their_way()
         if places < 0 or room < 0:
             return
+
+
+def _fits_by_peak(core: Core, live: Live, funds: Funds) -> bool:
+    handle, _ = lock(core, live)
+    fits = funds.peak_fits(live, handle.pages if handle is not None else NO_PAGES)
+    if handle is not None and core.cache is not None:
+        core.cache.unlock(handle)
+    return fits
 
 
 def _victims_for(core: Core, live: Live, need: int, room: int, places: int) -> list[Live]:

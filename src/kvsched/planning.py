@@ -40,7 +40,6 @@ def make_plan(core: Core, agreed: Agreed | None) -> Plan:
         skip(step, core.residents.active_rows(), WaitReason.PAUSED)
     core.floor = None
     core.step = step.number
-    core.totals["evicted_pages"] += core.evicted
     for live in step.admitted:
         core.queue.remove(live)
     _activate(step)

@@ -164,15 +164,15 @@ class Admission:
         if core.config.head == "skip":
             return head.bypassed >= core.config.max_bypass
         if core.config.head == "backfill":
-            return self.beside is None or self.beside <= 0 or self.funds.fundable() <= 0
+            return self.beside is None or self.room <= 0
         return True
 
     def _hopeless(self, live: Live) -> bool:
         """Whether a request behind a deferred head needs more than there is, at the least. O(1) for a known match."""
-        if live.hint_seen < 0 or live.least <= self.room:
+        if live.late or live.request.ignore_eos or 0 < live.least <= self.room:
             return False
         self.core.match(live)
-        return live.least > self.room and not live.request.ignore_eos and not live.late
+        return live.least > self.room
 
     def _measure_room(self) -> None:
         """Pages that somebody behind the head can have at most."""
@@ -201,7 +201,7 @@ class Admission:
             return self._no(live, WaitReason.RANK_AGREEMENT, 1)
         if core.residents.count >= config.max_running:
             return self._no(live, WaitReason.RUNNING_LIMIT, 1)
-        if step.retracted_for_memory:  # this step made room by retraction: nobody new, and not the victim (law C2)
+        if step.retracted_for_memory or live.id in step.retracted:  # this step made room by retraction: nobody new, and not the victim (law C2)
             return self._short(live, pages_wanted(core, live) - core.match(live) // config.page_size)
         adapter = live.request.adapter
         full = config.max_adapters is not None and adapter is not None and (
@@ -231,10 +231,11 @@ class Admission:
         budget = step.budget if cap is None else min(cap, step.budget)
         length = chunk_length(live.target - matched, budget, config.chunk_tokens, config.long_prefill_tokens,
                               alone=alone(core, live, step))
-        if length <= 0:
+        partial = self.places is not None and self.places <= 0 and length < live.target - matched  # the hit shrank
+        if length <= 0 or partial:
             if handle is not None and core.cache is not None:
                 core.cache.unlock(handle)
-            return self._no(live, WaitReason.STEP_TOKENS)
+            return self._no(live, WaitReason.PARTIAL_PREFILL_LIMIT if partial else WaitReason.STEP_TOKENS)
         self._admit(live, handle, matched, length, need, by_peak=by_peak)
         return None
 

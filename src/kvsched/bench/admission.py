@@ -23,30 +23,34 @@ ORDERS = ("fcfs", "priority", "lpm")
 PAGE = 16
 
 
-def run(waiting: int = 1000, tokens: int = 12_000, passes: int = 20) -> Iterator[dict[str, Any]]:
-    """One dict per order and head policy: first_us, second_us and later_us (median), schedule() alone."""
+def run(waiting: int = 1000, tokens: int = 12_000, repeats: int = 5) -> Iterator[dict[str, Any]]:
+    """One dict per order and head policy: first_us, second_us, later_us, medians of `repeats` runs, schedule() alone."""
     prompts = [np.random.default_rng(index).integers(0, 30_000, tokens) for index in range(waiting)]
     for order in ORDERS:
         for head in HEADS:
-            yield _measure(prompts, order, head, passes)
+            runs = [_measure(prompts, order, head) for _ in range(repeats)]
+            first, second, later = (round(statistics.median(run[at] for run in runs) * 1e6, 1) for at in range(3))
+            yield {"order": order, "head": head, "waiting": waiting, "tokens": tokens, "first_us": first, "second_us": second,
+                   "later_us": later}
 
 
-def _measure(prompts: list[np.ndarray[Any, Any]], order: str, head: str, passes: int) -> dict[str, Any]:
+def _measure(prompts: list[np.ndarray[Any, Any]], order: str, head: str) -> tuple[float, float, float]:
     tokens = len(prompts[0])
     pages = 2 * -(-tokens // PAGE)
     config = SchedulerConfig(page_size=PAGE, max_running=256, max_step_tokens=1 << 20, order=order, head=head)
     scheduler = Scheduler(config, PagePool(pages, PAGE), RadixCache(PAGE))
     scheduler.submit(Request("resident", prompt=prompts[0][: tokens // 2] + 1, max_new_tokens=tokens, ignore_eos=True))
+    result = StepResult(np.array([7]))
+    scheduler.commit(scheduler.schedule(), result)
     for index, prompt in enumerate(prompts):
         scheduler.submit(Request(f"w{index}", prompt=prompt, max_new_tokens=16, priority=index % 4))
     spent = []
-    for _ in range(passes):
+    for _ in range(20):
         begin = time.perf_counter()
         plan = scheduler.schedule()
         spent.append(time.perf_counter() - begin)
-        scheduler.commit(plan, StepResult(np.full(len(plan), 7, dtype=np.int32)))
-        if len(plan.admitted) > (plan.step == 1):
-            message = f"a request was admitted in step {plan.step}"
+        scheduler.commit(plan, result)
+        if plan.admitted:
+            message = f"{plan.admitted} were admitted in step {plan.step}"
             raise RuntimeError(message)
-    return {"order": order, "head": head, "waiting": len(prompts), "tokens": tokens, "first_us": round(spent[0] * 1e6, 1),
-            "second_us": round(spent[1] * 1e6, 1), "later_us": round(statistics.median(spent[2:]) * 1e6, 1)}
+    return spent[0], spent[1], statistics.median(spent[2:])
