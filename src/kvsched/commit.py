@@ -218,8 +218,8 @@ def _deliver(core: Core, record: InFlight, result: _Checked) -> tuple[npt.NDArra
     delivered = np.where(np.arange(tokens.shape[1]) < taken[:, None], tokens, -1)
     for release in record.releases:
         at = record.position(release.row)
-        if at < decodes and taken[at]:
-            release.valid = max(release.valid, int(plan.starts[at] + taken[at]))
+        if 0 <= at < decodes and taken[at]:
+            release.valid += int(taken[at])  # not from `starts`, which assumes that drafts in flight are accepted
             release.live.highwater = max(release.live.highwater, release.valid)
     failed = set(result.failed.tolist())
     for index, entry in enumerate(record.prefill):

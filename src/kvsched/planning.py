@@ -56,7 +56,7 @@ def _phases(step: Step) -> None:
     decoding = len(core.residents.active_rows())
     granted = False
     ahead = 0
-    if decoding and (config.prefill_grant is not None or config.decode_every > 1):
+    if decoding and config.admission == "expected" and (config.prefill_grant is not None or config.decode_every > 1):
         ahead = pages_due(core)
     may_go_first = ahead <= core.available()  # else the decodes have to retract, and then nobody is admitted (law C2)
     core.ahead = ahead if may_go_first else 0
