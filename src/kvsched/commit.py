@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvsched.core import Core, InFlight, PrefillRow
+from kvsched.core import Core, InFlight, PrefillRow, Release
 from kvsched.errors import InvalidResult
 from kvsched.holds import expire
 from kvsched.live import Live
@@ -216,14 +216,15 @@ def _deliver(core: Core, record: InFlight, result: _Checked) -> tuple[npt.NDArra
         _close_blocks(core, record, record.blocks, result.final, taken, own)
     taken = _until_stop(core, record, tokens, taken)
     delivered = np.where(np.arange(tokens.shape[1]) < taken[:, None], tokens, -1)
-    for release in record.releases:
+    leaving = record.releases + [release for newer in core.in_flight for release in newer.releases]
+    for release in leaving:
         at = record.position(release.row)
         if 0 <= at < decodes and taken[at]:
             release.valid += int(taken[at])  # not from `starts`, which assumes that drafts in flight are accepted
             release.live.highwater = max(release.live.highwater, release.valid)
     failed = set(result.failed.tolist())
     for index, entry in enumerate(record.prefill):
-        _commit_chunk(core, record, entry, failed=decodes + index in failed)
+        _commit_chunk(core, record, entry, leaving, failed=decodes + index in failed)
     _store_delivered(core, record, delivered, taken, own)
     if taken.any():
         core.progress_step = plan.step
@@ -278,13 +279,13 @@ def _until_stop(core: Core, record: InFlight, tokens: npt.NDArray[np.signedinteg
     return cut
 
 
-def _commit_chunk(core: Core, record: InFlight, entry: PrefillRow, *, failed: bool) -> None:
+def _commit_chunk(core: Core, record: InFlight, entry: PrefillRow, leaving: list[Release], *, failed: bool) -> None:
     """One chunk was computed: counters, the in-flight prompt count, progress, and its pages into the cache."""
     live, chunk = entry.live, entry.chunk
     end_at = chunk.start + chunk.length
     core.totals["prefill_tokens"] += chunk.length
     core.totals["recomputed_tokens"] += max(0, min(end_at, live.highwater) - chunk.start)
-    for release in record.releases:
+    for release in leaving:
         if release.row == chunk.row:
             release.valid = max(release.valid, 0 if failed else end_at)
     if chunk.row in record.dropped and live.row != chunk.row:
