@@ -167,7 +167,7 @@ class Core:
         "floor", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
         "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
         "quarantined", "queue", "ratio", "rematched", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
-        "inflight_tokens", "admissions", "service", "rates",
+        "inflight_tokens", "admissions", "service", "rates", "sharing", "turn",
     )
 
     def __init__(self, config: SchedulerConfig, pool: Pool, cache: TreeCache | None, sink: EventSink | None,
@@ -202,6 +202,8 @@ class Core:
         self.growth_floor = 0
         self.cache_seen = cache.grown if cache is not None else 0
         self.rematched = 0
+        self.sharing = 0  # counts up whenever it changes which resident shares which cached page
+        self.turn: tuple[tuple[int, bytes, bytes, int], Ints] | None = None  # the last answer of `released_in_turn`
         self.ahead = 0  # pages that the decodes of this step will need, while prefill goes first
         self.private = 0
         self.quarantined = 0
@@ -269,6 +271,8 @@ class Core:
             self.exchanged.append((live.row, start // size, kept))
             self.pool.release(twice)
         self.private -= len(mine)
+        self.residents.shared[live.row] = stop // size
+        self.sharing += 1
 
     def grew(self, live: Live, start: int, kept: Pages, mine: Pages) -> None:
         """Note what was added to the cache, so that only those whose match it can lengthen are matched again.
@@ -352,6 +356,7 @@ class Core:
             live.last_token_step = int(residents.last_emit[row])
         live.max_gap = max(live.max_gap, int(residents.gap[row]))
         residents.leave(row)
+        self.sharing += 1
         self.running.pop(live.id, None)
         self.prefilling.pop(live.id, None)
         self.ledger.release(live.id)
@@ -440,6 +445,7 @@ class Core:
             self.unpin(live.id)
             self.pins[live.id] = handle
             self.reserve = len(self.pinned_pages())
+            self.sharing += 1
         self.tell("pinned", live, f"{granted} of {live.request.pin} pages")
 
     def unpin(self, owner: str) -> bool:
@@ -449,6 +455,7 @@ class Core:
             return False
         self.cache.unlock(handle)
         self.reserve = len(self.pinned_pages())
+        self.sharing += 1
         return True
 
     def pinned_pages(self) -> set[int]:

@@ -35,6 +35,7 @@ def hold(core: Core, name: str, pages: int, until: int | None) -> None:
 
 def _own(core: Core, live: Live, pages: int, until: int | None) -> Hold:
     """Set pages of a resident aside: private ones first, then those it shares with the cache."""
+    core.sharing += 1
     row, size = live.row, core.config.page_size
     shared = live.handle.length // size if live.handle is not None else 0
     pending = sum(int(counts[rows == row].sum()) for record in core.in_flight for rows, counts in record.undo.grants)
@@ -60,6 +61,7 @@ def release(core: Core, name: str) -> None:
     held = core.holds.pop(name, None)
     if held is None:
         raise HoldRefused(f"{name!r} holds no pages; holding are {sorted(core.holds) or 'none'}")
+    core.sharing += 1
     core.held_cached -= held.cached
     core.quarantined -= held.cached
     if held.handle is not None and core.cache is not None:

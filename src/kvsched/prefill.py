@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from kvsched.admission.budget import Funds, first_fit, over_promised, pages_wanted, safe
+from kvsched.admission.budget import NO_PAGES, Funds, first_fit, over_promised, pages_wanted, safe
 from kvsched.admission.chunking import chunk_length
 from kvsched.core import Core, Pass, PrefillRow
 from kvsched.live import Live
@@ -17,10 +17,8 @@ from kvsched.plan import Chunk
 from kvsched.protocols import Handle
 from kvsched.request import Cause
 from kvsched.step import Step
-from kvsched.units import Pages, aligned, pages_for, reusable
+from kvsched.units import aligned, pages_for, reusable
 from kvsched.verdict import HEAD_REASONS, Verdict, WaitReason, decide
-
-NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
 
 
 # -- chunks of residents ----------------------------------------------------------------------------------------------
@@ -284,6 +282,7 @@ class Admission:
         size = core.config.page_size
         pages = handle.pages if handle is not None else NO_PAGES
         row = core.residents.enter(live, matched, pages)
+        core.sharing += 1
         core.log.widen(core.residents.rows)
         live.handle = handle
         live.since = core.log.tick

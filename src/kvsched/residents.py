@@ -22,19 +22,19 @@ class Residents:
     """Structure of arrays over rows. All int64, in tokens unless said otherwise.
 
     ctx: slots computed or scheduled to be. held: pages in the row. room: held * page_size. total: slots it can ever
-    write. total_pages: pages of that. target: where its prefill ends. known: it ignores end-of-sequence, so its length
+    write. total_pages: pages of that. shared: leading pages of the row that lie in the cache. target: where its prefill ends. known: it ignores end-of-sequence, so its length
     is known. block: width of its blocks under block diffusion, 0 for token-by-token decoding. active: it can decode. taken: a request owns the row and is resident. table: int32 [rows, columns].
     """
 
     __slots__ = (
         "_active_rows", "_free", "_names", "_names_shared", "_taken_rows", "active", "count", "ctx", "gap", "held", "known",
-        "lag", "lagging", "last_emit", "live", "page_size", "room", "block", "blocks", "served", "table", "taken", "target", "total",
+        "lag", "lagging", "last_emit", "live", "page_size", "room", "block", "blocks", "served", "shared", "table", "taken", "target", "total",
         "total_pages",
     )
 
     def __init__(self, page_size: int, rows: int = 64, columns: int = 64) -> None:
         self.page_size = page_size
-        for name in ("ctx", "held", "room", "total", "total_pages", "target", "served", "last_emit", "gap", "block"):
+        for name in ("ctx", "held", "room", "total", "total_pages", "target", "served", "last_emit", "gap", "block", "shared"):
             setattr(self, name, np.zeros(rows, dtype=np.int64))
         for name in ("active", "known", "taken", "lag"):
             setattr(self, name, np.zeros(rows, dtype=bool))
@@ -48,6 +48,7 @@ class Residents:
         self.last_emit: Ints
         self.gap: Ints
         self.block: Ints
+        self.shared: Ints
         self.active: Flags
         self.known: Flags
         self.taken: Flags
@@ -110,7 +111,7 @@ class Residents:
         row = heapq.heappop(self._free)
         held = len(pages)
         self.ctx[row] = cached
-        self.held[row] = held
+        self.held[row] = self.shared[row] = held
         self.room[row] = held * self.page_size
         self.total[row] = live.total
         self.total_pages[row] = live.total_pages
@@ -205,7 +206,7 @@ class Residents:
 
     def _grow_rows(self) -> None:
         rows = self.rows
-        for name in ("ctx", "held", "room", "total", "total_pages", "target", "served", "last_emit", "gap", "block",
+        for name in ("ctx", "held", "room", "total", "total_pages", "target", "served", "last_emit", "gap", "block", "shared",
                      "active", "known", "taken", "lag"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate((old, np.zeros(rows, dtype=old.dtype))))

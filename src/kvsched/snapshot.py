@@ -135,7 +135,9 @@ def _check_rows(core: Core, terms: dict[str, int]) -> None:
             if page in owners:
                 raise AccountingError(f"page {page} belongs to {owners[page]} and to {key}; {terms}")
             owners[page] = key
-    for row, _, handle in staying:
+    for row, key, handle in staying:
+        if residents.shared[row] * size != (handle.length if handle is not None else 0):
+            raise AccountingError(f"{key}: {residents.shared[row]} pages noted as shared, its handle covers {handle}; {terms}")
         hold = core.hold_rows.get(row)
         private += int(residents.held[row]) - (handle.length // size if handle is not None else 0)
         private -= len(hold.pages) if hold is not None else 0

@@ -14,6 +14,8 @@ from kvsched.core import Core
 from kvsched.live import Live
 from kvsched.units import Ints, Pages, pages_for, pages_for_each
 
+NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
+
 
 def reach(total: int, base: int, *, guaranteed: bool, ratio: float, clip: int) -> int:
     """Slots to reserve for: all of `total`, or what is expected beyond `base` (law B3). Tokens. O(1).
@@ -101,8 +103,8 @@ class Funds:
         left = np.append(reaches(core, rows), live.total) - base
         held = np.minimum(np.append(residents.held[rows], len(match)), pages_for_each(base, size))
         turn = np.argsort(left, kind="stable")
-        holdings = [residents.pages(row) for row in rows.tolist()] + [match]
-        back = released_in_turn(core, [holdings[index] for index in turn.tolist()])
+        place = int(np.flatnonzero(turn == len(rows))[0])
+        back = released_in_turn(core, rows[np.delete(turn, place)], match, place)
         base, left, held = base[turn], left[turn], held[turn]
         gone = np.concatenate(([0], np.cumsum(back)))
         room = core.available()
@@ -114,19 +116,42 @@ class Funds:
         return True
 
 
-def released_in_turn(core: Core, holdings: list[Pages]) -> Ints:
-    """Pages that come back as holders leave in the given order: a shared page comes with the last who holds it.
+def released_in_turn(core: Core, rows: Ints, match: Pages = NO_PAGES, place: int = -1) -> Ints:
+    """Pages that come back as residents leave in the given order: a shared page comes with the last who holds it.
 
-    Pages that pins and the host hold do not come back. O(pages).
+    match, place: pages of one more holder, who leaves at that position (and counts in the answer); -1: it never leaves
+    and is not counted. Pages that pins and the host hold do not come back. O(rows) while nobody came, left or shared
+    anew; else O(shared pages).
     """
+    residents = core.residents
+    key = (core.sharing, rows.tobytes(), match.tobytes(), place)
+    if core.turn is None or core.turn[0] != key:
+        core.turn = (key, _shared_in_turn(core, rows, match, place))
+    own = residents.held[rows] - residents.shared[rows]
+    for row, hold in core.hold_rows.items():
+        own[rows == row] -= len(hold.pages)
+    if place >= 0:
+        own = np.insert(own, place, 0)
+    back: Ints = own + core.turn[1]
+    return back
+
+
+def _shared_in_turn(core: Core, rows: Ints, match: Pages, place: int) -> Ints:
+    """The part of `released_in_turn` that lies in the cache."""
+    table, shared = core.residents.table, core.residents.shared
+    holdings = [table[row, : shared[row]] for row in rows.tolist()]
+    holdings.insert(place if place >= 0 else len(holdings), match)
     ranks = np.repeat(np.arange(len(holdings)), [len(pages) for pages in holdings])
-    pages = np.concatenate(holdings) if holdings else np.zeros(0, dtype=np.int32)
-    stay = [page for hold in core.holds.values() for page in hold.pages.tolist()] + list(core.pinned_pages())
-    if stay:
-        kept = ~np.isin(pages, stay)
-        pages, ranks = pages[kept], ranks[kept]
-    _, last = np.unique(pages[::-1], return_index=True)
-    return np.bincount(ranks[::-1][last], minlength=len(holdings))
+    pages = np.concatenate(holdings)
+    last = np.full(int(pages.max(initial=0)) + 1, -1, dtype=np.int64)
+    last[pages] = ranks  # of several writes to one page the last stands
+    stay = [page for page in core.pinned_pages() if page < len(last)]
+    for hold in core.holds.values():
+        if hold.handle is not None:
+            stay += [page for page in hold.handle.pages.tolist() if page < len(last)]
+    last[stay] = -1
+    back = np.bincount(last[last >= 0], minlength=len(holdings))
+    return back if place >= 0 else back[:-1]
 
 
 def over_promised(core: Core) -> bool:
@@ -146,7 +171,7 @@ def safe(core: Core, extra: dict[int, int]) -> bool:
     grant = np.array([extra.get(row, 0) for row in rows.tolist()], dtype=np.int64)
     need = np.maximum(needs(core, rows) - grant, 0)
     turn = np.argsort(need, kind="stable")
-    back = released_in_turn(core, [residents.pages(row) for row in rows[turn].tolist()]) + grant[turn]
+    back = released_in_turn(core, rows[turn]) + grant[turn]
     room = core.available() - int(grant.sum()) + np.cumsum(back) - back
     return bool((need[turn] <= room).all())
 
@@ -160,7 +185,7 @@ def first_fit(core: Core, need: int, funds: Funds, match: Pages) -> int | None:
     residents = core.residents
     rows = residents.taken_rows()
     rows = rows[np.argsort(residents.total[rows] - residents.ctx[rows], kind="stable")]
-    back = released_in_turn(core, [residents.pages(row) for row in rows.tolist()] + [match])[:-1]
+    back = released_in_turn(core, rows, match)
     room = np.concatenate(([0], np.cumsum(needs(core, rows) + back))) + funds.fundable()
     fits = (room >= need).nonzero()[0]
     return int(room[fits[0]]) - need if len(fits) else None

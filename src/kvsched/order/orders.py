@@ -86,7 +86,7 @@ class DepthFirstWeight:
     The weight of a cache node is the number of requests whose match runs through it. O(total path length + n log n).
     """
 
-    keeps: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ("queue", "cache")
 
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         paths = {live.id: view.path(live) for live in waiting}
@@ -126,7 +126,7 @@ class Priority:
 class ShortestFirst:
     """Fewest prompt tokens to compute first; one that was passed `max_skips` times goes before all. O(n log n)."""
 
-    keeps: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ("queue", "cache")
 
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         bound = view.max_skips
