@@ -86,6 +86,9 @@ def _emit_chunk(step: Step, live: Live, start: int, length: int, *, admitted: bo
         charge(step, live.tenant, length)
     if last:
         step.fresh.append(row)
+        where = np.array([row])
+        step.undo.served.append((where, core.residents.served[where]))
+        core.residents.served[row] = step.number  # its first token comes in this step: others' turns come before
 
 
 def charge(step: Step, tenant: str, tokens: int) -> None:
