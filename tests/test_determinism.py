@@ -17,7 +17,9 @@ from kvsched.testing.host import CheckedHost
 def recorded(seed: int, calls: int = 80) -> tuple[Setup, list[Call], list[str]]:
     """A random run, written down, and the digests of its plans."""
     rng = Random(seed)
-    setup, out, texts = random_setup(rng), [], []
+    setup = random_setup(rng)
+    out: list[Call] = []
+    texts: list[list[int]] = []
     host = CheckedHost(**setup)
     for _ in range(calls):
         name, arguments = random_call(rng, host, texts)

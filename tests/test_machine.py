@@ -16,18 +16,22 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvsched import NullCache, PagePool, RadixCache, Scheduler, SchedulerConfig
 from kvsched.plan import Outcome, Plan, StepResult
-from kvsched.protocols import EventSink, Handle, Pool, TreeCache
+from kvsched.protocols import EventSink, Pool, TreeCache
 from kvsched.request import Namespace, Request
 from kvsched.testing import CheckedHost, Parts, RunFailed, drive
 from kvsched.testing.machine import scheduler_machine
 from kvsched.units import Pages, Tokens
-from kvsched.verdict import Accepted, Refused
+from kvsched.verdict import Accepted, RefusalReason, Refused
 
-QUIET = {"suppress_health_check": list(HealthCheck), "deadline": None, "database": None, "derandomize": True}
+
+def profile(examples: int, steps: int) -> settings:
+    """Reproducible: the same examples in every run, and nothing kept between runs."""
+    return settings(max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck), deadline=None,
+                    database=None, derandomize=True)
 
 
 def test_machine() -> None:
-    run_state_machine_as_test(scheduler_machine(), settings=settings(max_examples=40, stateful_step_count=30, **QUIET))
+    run_state_machine_as_test(scheduler_machine(), settings=profile(40, 30))
 
 
 def test_driver() -> None:
@@ -58,7 +62,7 @@ def test_soak_machine(capsys: pytest.CaptureFixture[str]) -> None:
             super().teardown()
             steps += self.host.calls if self.host else 0
 
-    run_state_machine_as_test(Counted, settings=settings(max_examples=1_000, stateful_step_count=60, **QUIET))
+    run_state_machine_as_test(Counted, settings=profile(1_000, 60))
     with capsys.disabled():
         print(f"\nsoak, hypothesis machine: {steps} steps")  # noqa: T201 - what the run is for
 
@@ -98,11 +102,11 @@ class Blurred(RadixCache):
     def match(self, namespace: Hashable, tokens: Tokens) -> int:
         return super().match(namespace, np.minimum(tokens, 2).astype(np.int32))
 
-    def lock(self, namespace: Hashable, tokens: Tokens) -> Any:
-        return super().lock(namespace, np.minimum(tokens, 2).astype(np.int32))
+    def lock(self, namespace: Hashable, tokens: Tokens, priority: int = 0) -> Any:
+        return super().lock(namespace, np.minimum(tokens, 2).astype(np.int32), priority)
 
-    def extend(self, handle: Handle, tokens: Tokens, pages: Pages, adopt: bool = True) -> Any:
-        return super().extend(handle, np.minimum(tokens, 2).astype(np.int32), pages, adopt)  # type: ignore[arg-type]
+    def extend(self, handle: Any, tokens: Tokens, pages: Pages, adopt: bool = True) -> Any:
+        return super().extend(handle, np.minimum(tokens, 2).astype(np.int32), pages, adopt)
 
 
 class OneSpace(RadixCache):
@@ -111,8 +115,8 @@ class OneSpace(RadixCache):
     def match(self, namespace: Hashable, tokens: Tokens) -> int:
         return super().match(None, tokens)
 
-    def lock(self, namespace: Hashable, tokens: Tokens) -> Any:
-        return super().lock(None, tokens)
+    def lock(self, namespace: Hashable, tokens: Tokens, priority: int = 0) -> Any:
+        return super().lock(None, tokens, priority)
 
 
 class Boaster(RadixCache):
@@ -163,7 +167,7 @@ class Picky(Scheduler):
 
     def submit(self, request: Request) -> Accepted | Refused:
         if len(request.tokens) == self.max_servable_tokens and request.max_new_tokens == 1:
-            return Refused(request.id, __import__("kvsched.verdict").verdict.RefusalReason.NEVER_FITS, 1, 1, retryable=False)
+            return Refused(request.id, RefusalReason.NEVER_FITS, 1, 1, retryable=False)
         return super().submit(request)
 
 
@@ -242,7 +246,7 @@ def test_a_machine_over_other_parts() -> None:
         return Mine(pages, page_size)
 
     machine = scheduler_machine(Parts(pool=pool, cache=lambda size, _: NullCache(size)), order="sjf", head="skip")
-    run_state_machine_as_test(machine, settings=settings(max_examples=3, stateful_step_count=20, **QUIET))
+    run_state_machine_as_test(machine, settings=profile(3, 20))
     assert made
 
 

@@ -115,6 +115,7 @@ def random_submit(rng: Random, host: CheckedHost, texts: list[list[int]]) -> Cal
         (0.3, "stop_token_ids", lambda: (rng.randrange(4),)),
         (0.15, "min_new_tokens", lambda: rng.randint(1, 4)),
         (0.1, "ready", lambda: False),
+        (0.12, "block_tokens", lambda: rng.randint(1, 5)),
         (0.1, "cache_read", lambda: False),
         (0.1, "cache_write", lambda: False),
     ]
@@ -172,7 +173,7 @@ def random_call(rng: Random, host: CheckedHost, texts: list[list[int]]) -> Call:
 
 def random_limits(rng: Random, host: CheckedHost) -> dict[str, Any]:
     """One settable limit and a legal value."""
-    key, values = rng.choice([
+    options: list[tuple[str, list[Any]]] = [
         ("max_running", [1, 2, 4, 8]),
         ("max_step_tokens", [1 + host.model.config.lookahead_tokens, 6, 50]),
         ("chunk_tokens", [None, 1, 3]),
@@ -180,7 +181,8 @@ def random_limits(rng: Random, host: CheckedHost) -> dict[str, Any]:
         ("max_queued_tokens", [None, 15]),
         ("head", list(HEADS)),
         ("order", list(ORDERS)),
-    ])
+    ]
+    key, values = rng.choice(options)
     return {key: rng.choice(values)}
 
 

@@ -81,6 +81,7 @@ class _Sequence:
     tokens: list[int]
     stamps: Stamps
     delivered: int = 0
+    passes: int = 0  # over the open block
     live: bool = True
 
     def extend(self, tokens: list[int]) -> None:
@@ -110,6 +111,10 @@ class _Row:
     new: list[int] = attrs.field(factory=list)
     rejected: int = 0
     older: list[_Row] = attrs.field(factory=list)  # rows of the sequence that were in flight when the plan was made
+
+    @property
+    def blocked(self) -> bool:
+        return self.decode and self.sequence.request.block_tokens is not None
 
     def written(self, page_size: int) -> set[int]:
         return set(self.pages[self.start // page_size :].tolist())
@@ -193,16 +198,21 @@ class SimulatedExecutor:
         if any(not f.ran for f in self._frames[: self._frames.index(frame)]):
             raise ExecutorViolation(f"plan {plan.step} runs before an older plan in flight")
         frame.ran = True
-        width = 1 + self.lookahead_tokens
+        wide = [row.count for row in frame.rows if row.decode]
+        width = max([1 + self.lookahead_tokens, *wide])
         tokens = np.full((len(frame.rows), width), -7, np.int64)  # a real tensor has something in the unused places too
         accepted = np.zeros(len(frame.rows), np.int64)
+        final = []
         for i, row in enumerate(frame.rows):
             self._compute(plan, row)
             tokens[i, : len(row.new)] = row.new
-            accepted[i] = max(len(row.new) - 1, 0)
+            if row.blocked and row.new:
+                final.append(i)
+            elif not row.blocked:
+                accepted[i] = max(len(row.new) - 1, 0)
         if width == 1:
-            return StepResult(tokens[:, 0])
-        return StepResult(tokens, accepted)
+            return StepResult(tokens[:, 0], final=final or None)
+        return StepResult(tokens, accepted, final=final or None)
 
     def committed(self, plan: Plan, outcome: Outcome, failed: Sequence[int] = ()) -> None:
         """Compare what a commit delivered with what was sampled: nothing lost, nothing twice, nothing else. O(rows)."""
@@ -379,8 +389,6 @@ class SimulatedExecutor:
             raise ExecutorViolation(f"row {row.table_row} ({sequence.id}) changed while plan {plan.step} was in flight")
         if not row.decode:
             self._prefill(plan, row)
-        elif sequence.request.block_tokens is not None:
-            self._block(plan, row)
         else:
             self._decode(plan, row)
         sequence.extend(row.new)
@@ -395,7 +403,7 @@ class SimulatedExecutor:
             raise ExecutorViolation(f"plan {plan.step}: chunk of {sequence.id} ends at {end} of {len(sequence.tokens)}, last={row.last}")
         self._attend(plan, row, row.start)
         self._write(row, row.start, sequence.stamps[row.start : end])
-        if row.last and sequence.request.block_tokens is None:
+        if row.last:
             row.new = [self._sample(sequence)]
 
     def _decode(self, plan: Plan, row: _Row) -> None:
@@ -408,7 +416,7 @@ class SimulatedExecutor:
                 f"{rejected} drafts in flight were rejected"
             )
         self._attend(plan, row, start)
-        right = self._accepted(sequence, row.count - 1)
+        right = self._denoised(sequence, row.count) if row.blocked else self._accepted(sequence, row.count - 1)
         for _ in range(1 + right):
             sequence.extend([self._sample(sequence)])
         row.new = sequence.tokens[start + 1 :]
@@ -417,8 +425,13 @@ class SimulatedExecutor:
         self._write(row, start + 1 + right, np.full(row.rejected, _REJECTED, np.uint64))
         del sequence.tokens[start + 1 :]
 
-    def _block(self, plan: Plan, row: _Row) -> None:
-        raise NotImplementedError
+    def _denoised(self, sequence: _Sequence, slots: int) -> int:
+        """Tokens after the first that this pass over a block of `slots` gives: all of them in the last pass, else -1 for none."""
+        sequence.passes += 1
+        if sequence.passes <= _mixed(int(sequence.stamps[len(sequence.tokens) - 1]) ^ 0xB10C) % 3:
+            return -1
+        sequence.passes = 0
+        return slots - 1
 
     def _attend(self, plan: Plan, row: _Row, until: int) -> None:
         if until == 0:

@@ -14,7 +14,17 @@ import attrs
 import numpy as np
 
 from kvsched import NullCache, PagePool, RadixCache, Scheduler, SchedulerConfig
-from kvsched.errors import DuplicateRequest, HoldRefused, InvalidResult, KvschedError, OutOfOrder, TooManyInFlight, UnknownRequest
+from kvsched.errors import (
+    ConfigError,
+    DuplicateRequest,
+    HoldRefused,
+    InvalidRequest,
+    InvalidResult,
+    KvschedError,
+    OutOfOrder,
+    TooManyInFlight,
+    UnknownRequest,
+)
 from kvsched.plan import Agreed, Event, Plan, StepResult
 from kvsched.protocols import EventSink, Pool, TreeCache
 from kvsched.request import Finish, Namespace, Request
@@ -110,6 +120,9 @@ class CheckedHost:
                salt: str | None = None, **fields: Any) -> None:
         """Submit a request; a live id must be refused as a duplicate."""
         request = Request(name, prompt, max_new, namespace=Namespace(version=version, salt=salt), **fields)
+        if request.block_tokens is not None and request.block_tokens > self.model.config.max_step_tokens:
+            self.refuses(InvalidRequest, lambda: self.scheduler.submit(request))
+            return
         ids = {name, *(f"{name}/{i}" for i in range(request.n) if request.n > 1)}
         if any(a.id in ids or a.parent in ids for a in self.model.accounts.values()):
             self.refuses(DuplicateRequest, lambda: self.scheduler.submit(request))
@@ -261,6 +274,8 @@ class CheckedHost:
             law("a refused hold changes nothing", before == self.scheduler.snapshot(), name, pages)
             return
         self.holds[name] = None if steps is None else self.model.step + steps
+        if not any(a.id == name and a.resident for a in self.model.accounts.values()):
+            self.model.evicted += max(pages - before["free"], 0)
         self._touched()
         law("held pages are quarantined", self.state["quarantined"] >= before["quarantined"] + min(pages, 1), before, self.state)
 
@@ -285,7 +300,11 @@ class CheckedHost:
         self._touched()
 
     def limits(self, **values: Any) -> None:
-        """Change settable limits."""
+        """Change settable limits; a step must stay wide enough for every open block."""
+        widest = max([a.request.block_tokens or 0 for a in self.model.accounts.values()], default=0)
+        if values.get("max_step_tokens", widest) < widest:
+            self.refuses(ConfigError, lambda: self.scheduler.set_limits(**values))
+            return
         self.scheduler.set_limits(**values)
         self.model.limits(self.scheduler.config)
         for key, value in values.items():
@@ -322,7 +341,7 @@ class CheckedHost:
             self.refuses(error, call)
 
     def _zeros(self, plan: Plan) -> StepResult:
-        width = 1 + self.model.config.lookahead_tokens
+        width = max([1 + self.model.config.lookahead_tokens, *plan.counts[: plan.decodes].tolist()])
         return StepResult(np.zeros((len(plan), width) if width > 1 else len(plan), np.int64))
 
     def refuses(self, error: type[Exception], call: Callable[[], object]) -> None:
@@ -377,7 +396,8 @@ class CheckedHost:
 
     def _owners(self) -> None:
         """A3: what each resident computed is in its pages; a page of two residents is a whole page of one shared prefix."""
-        table, seen = self.scheduler.block_table, {}
+        table = self.scheduler.block_table
+        seen: dict[int, tuple[str, int, tuple[Namespace, tuple[int, ...] | None]]] = {}
         union: set[int] = set()
         for account in self.model.order:
             if account.row < 0 or account.next == 0:  # it has got nothing yet
@@ -410,7 +430,7 @@ class CheckedHost:
             return  # what a plan in flight uses enters the tree when that ends
         if account.id in self.holds:
             return  # pages set aside stay out of the tree
-        if account.request.cache_write and not isinstance(self.cache, NullCache) and account.request.block_tokens is None:
+        if account.request.cache_write and not isinstance(self.cache, NullCache):
             have = self.cache.match(account.request.space, np.array(tokens, np.int32))
             law("C23 at the end the tree holds all but the last token", have == aligned(len(tokens), self.page_size), account.id, have, len(tokens))
             self.kept = [*self.kept[-20:], _Kept(account.request.space, tokens)]
@@ -427,7 +447,7 @@ class CheckedHost:
             self.commit()
         while self.model.accounts:
             chunk = min(self.model.config.max_step_tokens, self.model.config.chunk_tokens or 10**9)
-            bound = 20 + sum(4 + pages_for(a.prompt + len(a.tokens), chunk) for a in self.model.accounts.values())
+            bound = 20 + sum(8 + pages_for(a.prompt + len(a.tokens), chunk) for a in self.model.accounts.values())
             idle = self.model.idle_steps
             law("C3 no wedge", idle < bound, idle, self.state)
             self.schedule()

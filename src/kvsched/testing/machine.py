@@ -9,11 +9,12 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvsched.config import HEADS, ORDERS
-from kvsched.testing.driver import LIVE, random_limits, random_setup, random_submit
+from kvsched.testing.driver import LIVE, Setup, random_limits, random_setup, random_submit
 from kvsched.testing.host import CheckedHost, Parts
 
 SMALL = st.randoms(use_true_random=False)
@@ -38,6 +39,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.host is not None
         return self.host
 
+    def do(self, call: str, /, **arguments: Any) -> None:
+        """One call of the host; a failing run prints its calls as a list for `kvsched.testing.driver.play`."""
+        note(f"    {(call, arguments)!r},")
+        getattr(self._host, call)(**arguments)
+
+    def make(self, setup: Setup) -> None:
+        """The host of this run."""
+        note(f"play({setup!r}, [")
+        self.host = CheckedHost(**setup, parts=self.parts)
+
     @property
     def _live(self) -> list[str]:
         return list(self._host.model.accounts)
@@ -45,99 +56,99 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(rng=SMALL)
     def build(self, rng: Random) -> None:
         """A tiny scheduler with any combination of knobs."""
-        self.host = CheckedHost(**random_setup(rng), parts=self.parts)
+        self.make(random_setup(rng))
 
     @precondition(lambda self: len(self._live) < LIVE)
     @rule(rng=SMALL)
     def submit(self, rng: Random) -> None:
         """A request; shared prefixes and live ids are common."""
         _, fields = random_submit(rng, self._host, self.texts)
-        self._host.submit(**fields)
+        self.do("submit", **fields)
 
     @precondition(lambda self: len(self._host.in_flight) < self._host.model.config.max_in_flight)
     @rule(admit=st.sampled_from([None] * 9 + [0, 1]))
     def schedule(self, admit: int | None) -> None:
         """A plan."""
-        self._host.schedule(admit)
+        self.do("schedule", admit=admit)
 
     @precondition(lambda self: self._host.in_flight)
     @rule()
     def step(self) -> None:
         """The usual: commit the oldest plan and make the next."""
-        self._host.commit()
-        self._host.schedule()
+        self.do("commit")
+        self.do("schedule")
 
     @precondition(lambda self: self._host.in_flight)
     @rule(failed=st.sampled_from([0] * 6 + [1, 2, 3]), finished=st.sampled_from([0] * 6 + [1, 2, 5]))
     def commit(self, failed: int, finished: int) -> None:
         """The oldest plan's result, some rows failed or finished by the host."""
-        self._host.commit(failed, finished)
+        self.do("commit", failed=failed, finished=finished)
 
     @precondition(lambda self: self._host.in_flight)
     @rule()
     def run_ahead(self) -> None:
         """The oldest plan that has not run is run now and committed later."""
-        self._host.run()
+        self.do("run")
 
     @precondition(lambda self: self._host.in_flight)
     @rule()
     def rollback(self) -> None:
         """The newest plan did not happen."""
-        self._host.rollback()
+        self.do("rollback")
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         """A live, ended or unknown id, or a parent of children."""
         names = sorted({*self._live, *(a.parent for a in self._host.model.accounts.values()), "r0", "nobody"})
-        self._host.abort(data.draw(st.sampled_from(names)))
+        self.do("abort", name=data.draw(st.sampled_from(names)))
 
     @rule(mode=st.sampled_from(["hold", "retract"]))
     def pause(self, mode: str) -> None:
         """Pause, perhaps again."""
-        self._host.pause(mode)
+        self.do("pause", mode=mode)
 
     @rule()
     def resume(self) -> None:
         """Resume, perhaps without a pause."""
-        self._host.resume()
+        self.do("resume")
 
     @rule()
     def flush(self) -> None:
         """Empty the cache, or be told why not."""
-        self._host.flush()
+        self.do("flush")
 
     @precondition(lambda self: any(not a.ready for a in self._host.model.accounts.values()))
     @rule(data=st.data())
     def mark_ready(self, data: st.DataObject) -> None:
         """A request that the host held back may go."""
-        self._host.ready(data.draw(st.sampled_from([a.id for a in self._host.model.accounts.values() if not a.ready])))
+        self.do("ready", name=data.draw(st.sampled_from([a.id for a in self._host.model.accounts.values() if not a.ready])))
 
     @rule(data=st.data(), pages=st.integers(1, 4), steps=st.sampled_from([None, None, 1, 3]))
     def hold_pages(self, data: st.DataObject, pages: int, steps: int | None) -> None:
         """Pages set aside, free ones or a request's own."""
-        self._host.hold(data.draw(st.sampled_from(["h1", "h2", *self._live])), pages, steps)
+        self.do("hold", name=data.draw(st.sampled_from(["h1", "h2", *self._live])), pages=pages, steps=steps)
 
     @precondition(lambda self: self._host.holds)
     @rule(data=st.data())
     def release_pages(self, data: st.DataObject) -> None:
         """Held pages come back."""
-        self._host.release(data.draw(st.sampled_from(sorted(self._host.holds))))
+        self.do("release", name=data.draw(st.sampled_from(sorted(self._host.holds))))
 
     @rule(rng=SMALL)
     def set_limits(self, rng: Random) -> None:
         """Another limit, head policy or order."""
-        self._host.limits(**random_limits(rng, self._host))
+        self.do("limits", **random_limits(rng, self._host))
 
     @precondition(lambda self: self._host.pins)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         """A pin is given up."""
-        self._host.unpin(data.draw(st.sampled_from([*self._host.stops, "nobody"])))
+        self.do("unpin", name=data.draw(st.sampled_from([*self._host.stops, "nobody"])))
 
     @rule(kind=st.sampled_from(CheckedHost.MISUSES))
     def misuse(self, kind: str) -> None:
         """What a host may not do is a typed error and changes nothing."""
-        self._host.misuse(kind)
+        self.do("misuse", kind=kind)
 
     def teardown(self) -> None:
         """Everything ends and every page comes back."""
@@ -160,7 +171,7 @@ def scheduler_machine(parts: Parts | None = None, **settings: Any) -> type[Sched
         def build(self, rng: Random) -> None:
             setup = random_setup(rng)
             setup["settings"] |= fixed
-            self.host = CheckedHost(**setup, parts=self.parts)
+            self.make(setup)
 
     Machine.parts = Parts() if parts is None else parts
     Machine.__name__ = Machine.__qualname__ = name

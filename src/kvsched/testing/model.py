@@ -64,7 +64,6 @@ class Account:
     last_step: int | None = None
     gap: int = 0
     unsure: bool = False  # its history was rewritten by a rollback after another event; order is not judged
-    block: int = 0  # slots of the open block of a block-diffusion request
 
     @property
     def prompt(self) -> int:
@@ -254,8 +253,8 @@ class PlainModel:
         """Whether one more position is known to be wanted, every draft in flight taken as accepted."""
         if account.paused or account.prefilling:
             return False
-        if account.request.block_tokens is not None:
-            return False
+        if account.request.block_tokens is not None and any(r.account is account for f in self.frames for r in f.rows):
+            return False  # whether its block is final is not known yet
         return account.next < account.total and account.limit > 0
 
     def _retracted(self, plan: Plan) -> None:
@@ -284,7 +283,7 @@ class PlainModel:
         late = {r.account.id for f in self.frames for r in f.rows if r.samples}
         if plan.retracted and not self.config.preempt_priority:
             law("C2 a step that retracted admits nobody new", not fresh, plan.retracted, plan.admitted)
-            law("C2 nor its victim", not set(plan.admitted) & set(plan.retracted), plan.retracted, plan.admitted)
+        law("C2 a step does not admit its victim", not set(plan.admitted) & set(plan.retracted), plan.retracted, plan.admitted)
         if admit is not None:
             law("E2 admits no more than every rank can", len(fresh) <= admit, plan.admitted, admit)
         resumable = [a for a in self.accounts.values() if not a.resident and a.retractions and a.ready and not a.unsure
@@ -351,19 +350,20 @@ class PlainModel:
                 law("prefill goes on where it stopped", start == account.next, name, start, account.next)
                 law("a chunk is a part of the prefill", start + count <= account.target, name, start, count, account.target)
                 law("chunk.last", chunk.last == (start + count == account.target), name, start, count, account.target)
-            if not decode or account.request.block_tokens is None:
-                law("A2 no slot beyond P + max(N, 1) - 1", start + count <= account.total, name, start, count, account.total)
-                account.next = start + count
+            law("A2 no slot beyond P + max(N, 1) - 1", start + count <= account.total, name, start, count, account.total)
+            account.next = start + count
             frame.rows.append(_Row(account, account.stay, start, count, samples, decode))
 
     def _decode_row(self, plan: Plan, account: Account, start: int, count: int) -> None:
-        if account.request.block_tokens is not None:
-            return
         law("decode goes on where it stopped", start == account.next, account.id, start, account.next)
         law("decode after its prefill", not account.prefilling, account.id)
-        law("1 + lookahead tokens per decode", 1 <= count <= 1 + self.config.lookahead_tokens, account.id, count)
-        expected = min(1 + self.config.lookahead_tokens, account.total - start)
-        law("C67 speculative slots are clipped at P + N - 1 only", count <= expected, account.id, count, expected, plan.step)
+        block = account.request.block_tokens
+        if block is None:
+            law("1 + lookahead tokens per decode", 1 <= count <= 1 + self.config.lookahead_tokens, account.id, count)
+            return
+        behind = [r.start for f in self.frames for r in f.rows if r.account is account and r.decode and r.stay == account.stay]
+        law("B4 a block in flight is not passed again", not behind, account.id, behind, plan.step)
+        law("B4 a block computes all its slots", count == min(block, account.total - start), account.id, count, block)
 
     def _limits(self, plan: Plan) -> None:
         config = self.config
@@ -407,7 +407,8 @@ class PlainModel:
             if account.id in served or not account.resident:
                 continue
             account.wait += 1
-            turns = pages_for(account.peers, max(1, config.max_step_tokens // (1 + config.lookahead_tokens)))
+            dearest = max([1 + config.lookahead_tokens, *[a.request.block_tokens or 1 for a in self.order]])
+            turns = pages_for(account.peers, max(1, config.max_step_tokens // dearest))
             bound = turns * config.decode_every
             if config.prefill_grant is not None:
                 bound += 1 + bound // max(config.prefill_grant - 1, 1)
@@ -492,7 +493,7 @@ class PlainModel:
                 len(account.tokens), account.retractions)
             law("waited_steps", record.waited_steps >= 0, record)
             law("max_gap", record.max_gap == account.gap, record, account.gap)
-            if record.finish in (Finish.LENGTH, Finish.STOP) and account.request.block_tokens is None and account.resident:
+            if record.finish in (Finish.LENGTH, Finish.STOP) and account.resident:
                 law("A2 the last token is not written", record.computed == account.filled, record, account.filled)
             self._end(account)
             self.finished += 1
@@ -504,6 +505,11 @@ class PlainModel:
         if account.limit == 0:
             return [], {Finish.LENGTH}
         drafts = 0 if result.accepted is None else int(result.accepted[i])
+        if row.decode and account.request.block_tokens is not None:
+            final = () if result.final is None else {int(position) for position in result.final}
+            if i not in final:
+                return [], {Finish.NONE}
+            drafts = row.count - 1
         tokens: list[int] = []
         for token in np.atleast_1d(result.tokens[i])[: drafts + 1].tolist():
             tokens.append(token)
@@ -544,7 +550,7 @@ class PlainModel:
         """Rejected drafts move the next position back: what is valid, and what is in flight behind it."""
         for row in frame.rows:
             account = row.account
-            if row.decode and account.resident and account.stay == row.stay and account.request.block_tokens is None:
+            if row.decode and account.resident and account.stay == row.stay:
                 behind = [r for f in self.frames for r in f.rows if r.account is account and r.stay == account.stay and r.decode]
                 account.next = max(account.filled, account.target) + sum(r.count for r in behind)
 
@@ -610,8 +616,7 @@ class PlainModel:
             law("cached", entry["cached"] == account.cached, name, entry, account.cached)
             low = pages_for(account.filled if not account.prefilling and account.high else account.cached, self.config.page_size)
             high = pages_for(max(account.next, account.total), self.config.page_size)
-            if account.request.block_tokens is None:
-                law("B3 pages held", low <= entry["pages"] <= high, name, entry, low, high)
+            law("B3 pages held", low <= entry["pages"] <= high, name, entry, low, high)
 
     def _check_totals(self, totals: Mapping[str, int]) -> None:
         expected = {
@@ -625,7 +630,7 @@ class PlainModel:
 
     def _check_reserved(self, state: Mapping[str, Any]) -> None:
         """B3 and B4: what is promised is the sum of needs not yet held, and it can be funded."""
-        if any(a.request.ignore_eos or a.request.block_tokens for a in self.order) or self.holds:
+        if any(a.request.ignore_eos for a in self.order) or self.holds:
             return
         guaranteed = self.config.admission == "guaranteed"
         held = {name: entry["pages"] for name, entry in state["requests"].items()}
