@@ -322,18 +322,27 @@ def _store_delivered(core: Core, record: InFlight, delivered: npt.NDArray[np.sig
         if not mask.any():
             break
         core.log.write(rows[mask], delivered[mask, column].astype(np.int32))
-        if column == 0 and core.residents.lagging:
+        if column == 0 and (core.residents.lagging or core.residents.blocks):
             _close_gaps(core, rows[mask], record.plan.step)
 
 
 def _close_gaps(core: Core, rows: Ints, step: int) -> None:
-    """Rows that got a token after a step without one: note the gap."""
+    """Rows that got a token after a step without one: note the gap.
+
+    A block row gets tokens in some of its passes only, so it is watched all the time.
+    """
     residents = core.residents
     back = rows[residents.lag[rows] & (residents.last_emit[rows] < step)]
     if len(back):
         residents.gap[back] = np.maximum(residents.gap[back], step - residents.last_emit[back])
-        residents.lag[back] = False
-        residents.lagging -= len(back)
+        residents.last_emit[back] = step
+        residents.lag[back] = residents.block[back] > 0
+        residents.lagging -= int((~residents.lag[back]).sum())
+    if residents.blocks:
+        first = rows[(residents.block[rows] > 0) & ~residents.lag[rows]]
+        residents.lag[first] = True
+        residents.last_emit[first] = step
+        residents.lagging += len(first)
 
 
 def _finish_codes(core: Core, record: InFlight, result: _Checked, tokens: npt.NDArray[np.signedinteger[Any]], taken: Ints,
