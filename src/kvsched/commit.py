@@ -246,6 +246,10 @@ def _return_slots(core: Core, record: InFlight, taken: Ints, own: npt.NDArray[np
     again = rows[(residents.ctx[rows] < residents.total[rows]) & ~residents.active[rows]]
     for row in again.tolist():
         residents.set_active(row, value=True)
+        if core.step > record.plan.step and not core.naming(row) and not residents.lag[row]:
+            residents.lag[row] = True  # it seemed to be at its end, so later steps left it out
+            residents.last_emit[row] = record.plan.step
+            residents.lagging += 1
 
 
 def _close_blocks(core: Core, record: InFlight, blocks: npt.NDArray[np.bool_], final: Ints, taken: Ints,
@@ -314,6 +318,9 @@ def _store_delivered(core: Core, record: InFlight, delivered: npt.NDArray[np.sig
         at = record.position(row)
         live.late -= 1
         if taken[at]:
+            if live.last_token_step >= 0:
+                live.max_gap = max(live.max_gap, record.plan.step - live.last_token_step)
+            live.last_token_step = record.plan.step
             live.generated = np.concatenate((live.generated, delivered[at, : taken[at]].astype(np.int32)))
             live.target = live.prompt + len(live.generated)
             live.hint_seen = -1

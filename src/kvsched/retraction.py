@@ -56,8 +56,8 @@ def retract(core: Core, live: Live, *, in_pass: bool = True) -> None:
             record.late[row] = live
             live.late += 1
         record.dropped.add(row)
-    if not core.residents.lag[row] and (len(live.generated) or live.late):
-        live.last_token_step = core.step
+    if not core.residents.lag[row] and len(live.generated):  # it got a token in every step up to those in flight
+        live.last_token_step = naming[0].plan.step - 1 if naming else core.step
     live.retractions += 1
     live.highwater = max(live.highwater, valid)
     core.totals["retractions"] += 1
