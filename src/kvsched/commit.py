@@ -83,7 +83,7 @@ def check_result(record: InFlight, result: StepResult) -> _Checked:
 def _check_ids(record: InFlight, tokens: npt.NDArray[np.signedinteger[Any]], failed: Ints) -> None:
     """Token ids that would be delivered must be ids. Rows that sample nothing may hold anything."""
     flat = tokens if tokens.ndim == 1 else tokens[:, 0]
-    if not len(flat) or int(flat.min()) >= 0 and int(flat.max()) < 2**31:
+    if not len(flat) or (int(flat.min()) >= 0 and (flat.dtype == np.int32 or int(flat.max()) < 2**31)):
         return
     silent = {record.plan.decodes + at for at, entry in enumerate(record.prefill) if not entry.chunk.last}
     silent.update(failed.tolist())
@@ -211,7 +211,7 @@ def _deliver(core: Core, record: InFlight, result: _Checked) -> tuple[npt.NDArra
         if row not in record.late:
             taken[at] = 0
     taken[result.failed] = 0
-    _return_slots(core, record, taken, own)
+    left_out = _return_slots(core, record, taken, own)
     if record.blocks is not None:
         _close_blocks(core, record, record.blocks, result.final, taken, own)
     taken = _until_stop(core, record, tokens, taken)
@@ -226,6 +226,8 @@ def _deliver(core: Core, record: InFlight, result: _Checked) -> tuple[npt.NDArra
     for index, entry in enumerate(record.prefill):
         _commit_chunk(core, record, entry, leaving, failed=decodes + index in failed)
     _store_delivered(core, record, delivered, taken, own)
+    for row in left_out:
+        core.residents.watch(row, plan.step)
     if taken.any():
         core.progress_step = plan.step
     core.totals["emitted"] += int(taken.sum())
@@ -233,10 +235,13 @@ def _deliver(core: Core, record: InFlight, result: _Checked) -> tuple[npt.NDArra
     return (delivered if result.tokens.ndim == 2 else delivered[:, 0]), codes
 
 
-def _return_slots(core: Core, record: InFlight, taken: Ints, own: npt.NDArray[np.bool_]) -> None:
-    """Slots of drafts that were not accepted count as uncomputed again; the row can go on."""
+def _return_slots(core: Core, record: InFlight, taken: Ints, own: npt.NDArray[np.bool_]) -> list[int]:
+    """Slots of drafts that were not accepted count as uncomputed again; the row can go on.
+
+    Returns rows that seemed to be at their end, so that a later step has left them out already.
+    """
     if record.decode_widths is None:
-        return
+        return []
     residents, decodes = core.residents, record.plan.decodes
     plain = own[:decodes].copy()
     if record.blocks is not None:
@@ -246,10 +251,7 @@ def _return_slots(core: Core, record: InFlight, taken: Ints, own: npt.NDArray[np
     again = rows[(residents.ctx[rows] < residents.total[rows]) & ~residents.active[rows]]
     for row in again.tolist():
         residents.set_active(row, value=True)
-        if core.step > record.plan.step and not core.naming(row) and not residents.lag[row]:
-            residents.lag[row] = True  # it seemed to be at its end, so later steps left it out
-            residents.last_emit[row] = record.plan.step
-            residents.lagging += 1
+    return [row for row in again.tolist() if core.step > record.plan.step and not core.naming(row)]
 
 
 def _close_blocks(core: Core, record: InFlight, blocks: npt.NDArray[np.bool_], final: Ints, taken: Ints,

@@ -65,11 +65,17 @@ def _plan_rows(step: Step, rows: Ints, tried: set[int]) -> bool:
         step.decode_blocks = blocks
         residents.deactivate(rows[blocks])
         ends = np.where(blocks, starts, ends)
-    ending = (ends == residents.total[where]).nonzero()[0]
     residents.ctx[where] = ends
-    if len(ending):
-        residents.deactivate(rows[ending])
-    step.ending = ending
+    if residents.calm:
+        residents.calm -= 1
+        return True
+    left = residents.total[where] - ends
+    if widths is None and rows is residents.active_rows():
+        # nobody ends before the least of these is used up, at one token a step; a new row or a draft starts anew
+        residents.calm = max(int(left.min()) - 1, 0)
+    step.ending = (left == 0).nonzero()[0]
+    if len(step.ending):
+        residents.deactivate(rows[step.ending])
     return True
 
 

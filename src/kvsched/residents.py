@@ -28,7 +28,7 @@ class Residents:
 
     __slots__ = (
         "_active_rows", "_free", "_names", "_names_shared", "_taken_rows", "active", "count", "ctx", "gap", "held", "known",
-        "lag", "lagging", "last_emit", "live", "page_size", "room", "block", "blocks", "served", "shared", "table", "taken", "target", "total",
+        "lag", "lagging", "last_emit", "live", "page_size", "room", "block", "blocks", "calm", "served", "shared", "table", "taken", "target", "total",
         "total_pages",
     )
 
@@ -62,6 +62,7 @@ class Residents:
         self._taken_rows: Ints | None = None
         self.count = 0
         self.lagging = 0
+        self.calm = 0  # decode steps in which no active row can reach its last slot
         self.blocks = 0  # residents that decode by blocks
 
     @property
@@ -142,6 +143,14 @@ class Residents:
         if self.active[row] != value:
             self.active[row] = value
             self._active_rows = None
+            if value:
+                self.calm = 0
+
+    def watch(self, row: int, step: int) -> None:
+        """The row had its last token in `step` and gets none in the next: its gap is watched."""
+        self.lagging += not self.lag[row]
+        self.lag[row] = True
+        self.last_emit[row] = step
 
     def deactivate(self, rows: Ints) -> None:
         """The rows cannot decode any more."""
