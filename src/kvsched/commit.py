@@ -345,7 +345,9 @@ def _close_gaps(core: Core, rows: Ints, step: int) -> None:
     if len(back):
         residents.gap[back] = np.maximum(residents.gap[back], step - residents.last_emit[back])
         residents.last_emit[back] = step
-        residents.lag[back] = residents.block[back] > 0
+        # a newer plan in flight that leaves a row out has begun its next gap already
+        left_out = ~np.isin(back, core.in_flight[-1].plan.rows) if core.in_flight else False
+        residents.lag[back] = (residents.block[back] > 0) | left_out
         residents.lagging -= int((~residents.lag[back]).sum())
     if residents.blocks:
         first = rows[(residents.block[rows] > 0) & ~residents.lag[rows]]

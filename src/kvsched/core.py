@@ -166,8 +166,8 @@ class Core:
         "ahead", "arranged", "arrivals", "attempts", "cache", "cache_seen", "charged", "completions", "config", "decode_steps", "evicted", "events", "exchanged", "explained",
         "floor", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
         "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
-        "quarantined", "queue", "ratio", "rematched", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
-        "inflight_tokens", "admissions", "service", "rates", "sharing", "turn",
+        "quarantined", "queue", "ratio", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
+        "inflight_tokens", "admissions", "service", "rates", "sharing", "shrunk", "turn",
     )
 
     def __init__(self, config: SchedulerConfig, pool: Pool, cache: TreeCache | None, sink: EventSink | None,
@@ -201,7 +201,7 @@ class Core:
         self.growths = 0
         self.growth_floor = 0
         self.cache_seen = cache.grown if cache is not None else 0
-        self.rematched = 0
+        self.shrunk = 0  # times that something was taken out of the cache
         self.sharing = 0  # counts up whenever it changes which resident shares which cached page
         self.turn: tuple[tuple[int, bytes, bytes, int], Ints] | None = None  # the last answer of `released_in_turn`
         self.ahead = 0  # pages that the decodes of this step will need, while prefill goes first
@@ -243,6 +243,7 @@ class Core:
             self.pool.release(pages)
             self.evicted += len(pages)
             self.totals["evicted_pages"] += len(pages)
+            self.shrunk += 1
         self.charged += n
         self.private += n
         return self.pool.alloc(n)
@@ -294,8 +295,11 @@ class Core:
             self.growth_floor = self.growths
         self.growth[at, live.part(at, at + size).tobytes()] = self.growths
 
-    def match(self, live: Live) -> int:
-        """Tokens that the cache would serve to a request that waits, read only. O(1) while nothing relevant was added."""
+    def match(self, live: Live, *, exact: bool = False) -> int:
+        """Tokens that the cache would serve to a request that waits, read only. O(1) while nothing relevant changed.
+
+        exact=False: an upper bound, which evictions since the last match may have made too high.
+        """
         cache = self.cache
         if cache is None or not live.request.cache_read:
             if live.hint_seen < 0:
@@ -306,7 +310,8 @@ class Core:
             self.growths += 1
             self.growth_floor = self.growths
         seen = live.hint_seen
-        if seen >= self.growth_floor and (live.hint_next is None or self.growth.get(live.hint_next, -1) <= seen):
+        stale = exact and live.hint and live.hint_shrunk != self.shrunk
+        if not stale and seen >= self.growth_floor and (live.hint_next is None or self.growth.get(live.hint_next, -1) <= seen):
             return live.hint
         usable = reusable(live.target, self.config.page_size)
         self.matched(live, cache.match(live.space, live.sequence()[:usable]), usable)
@@ -315,11 +320,10 @@ class Core:
     def matched(self, live: Live, length: int, usable: int) -> None:
         """Note a fresh match of `length` of at most `usable` tokens."""
         size = self.config.page_size
-        if live.hint != length:
-            self.rematched += 1
         live.hint = length
         live.hint_next = (length, live.part(length, length + size).tobytes()) if length < usable else None
         live.hint_seen = self.growths
+        live.hint_shrunk = self.shrunk
         live.least = pages_for(live.target, size) - length // size
 
     # -- leaving --------------------------------------------------------------------------------------------------

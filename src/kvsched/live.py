@@ -37,7 +37,7 @@ class Live:
 
     __slots__ = (
         "admitted", "arrival", "bypassed", "cached", "family", "first_pass", "generated", "handle", "highwater",
-        "hint", "hint_next", "hint_seen", "id", "last_grant", "last_token_step", "late", "least", "limit", "max_gap", "overtaken",
+        "hint", "hint_next", "hint_seen", "hint_shrunk", "id", "last_grant", "last_token_step", "late", "least", "limit", "max_gap", "overtaken",
         "priority", "prompt", "ready", "reason", "reason_pass", "request", "retractions", "row", "short_by",
         "since", "skips", "space", "stops", "state", "submitted_pass", "target", "tenant", "tokens", "total",
         "total_pages", "uncomputed", "waited",
@@ -82,6 +82,7 @@ class Live:
         self.hint = 0  # tokens of its last match; what was evicted since makes it an upper bound
         self.hint_next: tuple[int, bytes] | None = None  # what must be added to the cache for the match to grow
         self.hint_seen = -1  # growth of the cache up to which the match is known
+        self.hint_shrunk = 0  # evictions up to which the match is known to the token
         self.least = 0  # pages it needs at least, given the match
         self.reason: WaitReason | None = None
         self.reason_pass = -1

@@ -377,7 +377,7 @@ class _View:
         self.core = core
 
     def matched(self, live: Live) -> int:
-        return self.core.match(live)
+        return self.core.match(live, exact=True)
 
     def path(self, live: Live) -> tuple[int, ...]:
         finder = getattr(self.core.cache, "path", None)
@@ -413,13 +413,10 @@ def arranger(core: Core) -> Callable[[Iterable[Live]], Iterable[Live]]:
     def arrange(waiting: Iterable[Live]) -> Iterable[Live]:
         if not order.keeps:
             return order.arrange(waiting, view)
-        key = (core.queue.version, *((core.growths, core.rematched) if "cache" in order.keeps else ()),
+        key = (core.queue.version, *((core.growths, core.shrunk) if "cache" in order.keeps else ()),
                *((core.passes,) if "passes" in order.keeps and core.config.aging_tokens else ()))
         if core.arranged is None or core.arranged[0] is not order or core.arranged[1] != key:
-            found = list(order.arrange(waiting, view))
-            if "cache" in order.keeps:  # sorting may have matched anew
-                key = (core.queue.version, core.growths, core.rematched, *key[3:])
-            core.arranged = (order, key, found)
+            core.arranged = (order, key, list(order.arrange(waiting, view)))
         return core.arranged[2]
 
     return arrange

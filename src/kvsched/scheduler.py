@@ -294,6 +294,7 @@ class Scheduler:
         for owner in list(core.pins):
             core.unpin(owner)
         pages = core.cache.clear()
+        core.shrunk += 1
         core.pool.release(pages)
         return Flushed(ok=True, pages=len(pages))
 
