@@ -384,7 +384,7 @@ class _View:
         if finder is None or not live.request.cache_read:
             return ()
         found: tuple[int, ...] = finder(live.space, live.tokens)
-        return found
+        return found[1:]  # that a namespace has a root says nothing of what is cached
 
     def waited(self, live: Live) -> int:
         return live.waited + self.core.passes - live.submitted_pass
