@@ -1,116 +1,31 @@
-"""How a plan ends: commit with a result, or rollback (everything undone but evictions and retractions).
+"""commit(): what a step's result does. Tokens are delivered, chunks enter the cache, requests that are at their end leave.
 
-Check first, then change: a result that does not match its plan raises `InvalidResult` and changes nothing.
+The result has been held against its plan by `kvsched.results` already. A plan of plain decodes goes a short way; chunks,
+speculation, blocks, and rows that left meanwhile go the general one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvsched.core import Core, InFlight, PrefillRow, Release
-from kvsched.errors import InvalidResult
+from kvsched.core import Core
+from kvsched.ending import end, settle
 from kvsched.holds import expire
+from kvsched.inflight import InFlight, PrefillRow, Release
 from kvsched.live import Live
-from kvsched.plan import Ended, Outcome, StepResult
-from kvsched.request import Cause, Finish
-from kvsched.step import EMPTY
+from kvsched.plan import Ended, Outcome
+from kvsched.request import Finish
+from kvsched.results import Checked
 from kvsched.units import Ints, aligned
 
 _NO_FINISH = np.zeros(1024, dtype=np.int8)
 _NO_FINISH.flags.writeable = False
 
 
-@attrs.define(eq=False)
-class _Checked:
-    """A result that fits its plan."""
-
-    tokens: npt.NDArray[np.signedinteger[Any]]
-    accepted: Ints | None
-    finished: Ints
-    failed: Ints
-    final: Ints
-
-
-def check_result(record: InFlight, result: StepResult) -> _Checked:
-    """Hold a result against its plan. O(rows). Raises `InvalidResult` naming the field and what was allowed."""
-    if not isinstance(result, StepResult):
-        raise InvalidResult(f"commit takes a StepResult, not {type(result).__name__}")
-    count = len(record.plan.rows)
-    tokens = result.tokens if isinstance(result.tokens, np.ndarray) else np.asarray(result.tokens if result.tokens is not None else [])
-    if not tokens.size and tokens.dtype.kind == "f":
-        tokens = tokens.astype(np.int64)
-    width = 1 if record.decode_widths is None else int(record.decode_widths.max())
-    if tokens.dtype.kind not in "iu":
-        raise InvalidResult(f"tokens must be integers, not {tokens.dtype}")
-    if not (tokens.shape == (count,) or (tokens.ndim == 2 and tokens.shape[0] == count and tokens.shape[1] >= width)):
-        allowed = f"({count},) or ({count}, at least {width})"
-        raise InvalidResult(f"tokens must have the shape {allowed}, one row per row of the plan, not {tokens.shape}")
-    accepted = None
-    if result.accepted is not None:
-        accepted = np.asarray(result.accepted)
-        if accepted.shape != (count,) or (count and accepted.dtype.kind not in "iu"):
-            raise InvalidResult(f"accepted must hold {count} integers, not {result.accepted!r}")
-        most = np.zeros(count, dtype=np.int64)
-        if record.decode_widths is not None:
-            most[: record.plan.decodes] = record.decode_widths - 1
-        if record.blocks is not None:
-            most[: record.plan.decodes][record.blocks] = 0
-        bad = ((accepted < 0) | (accepted > most)).nonzero()[0]
-        if len(bad):
-            at = int(bad[0])
-            raise InvalidResult(f"accepted[{at}] must be from 0 to {int(most[at])}, the drafts of that row, not {int(accepted[at])}")
-        if tokens.ndim == 1 and accepted.any():
-            raise InvalidResult("tokens must have two dimensions when drafts were accepted")
-    finished = _positions(result.finished, "finished", count)
-    failed = _positions(result.failed, "failed", count)
-    final = _positions(result.final, "final", count)
-    if len(final):
-        blocks = set() if record.blocks is None else set(record.blocks.nonzero()[0].tolist())
-        for at in final.tolist():
-            if at not in blocks:
-                raise InvalidResult(f"final names position {at}, which is no block row")
-        if tokens.ndim == 1 and width > 1:
-            raise InvalidResult("tokens must have two dimensions when a block is final")
-    _check_ids(record, tokens, failed)
-    return _Checked(tokens, accepted, finished, failed, final)
-
-
-def _check_ids(record: InFlight, tokens: npt.NDArray[np.signedinteger[Any]], failed: Ints) -> None:
-    """Token ids that would be delivered must be ids. Rows that sample nothing may hold anything."""
-    flat = tokens if tokens.ndim == 1 else tokens[:, 0]
-    if not len(flat) or (int(flat.min()) >= 0 and (flat.dtype == np.int32 or int(flat.max()) < 2**31)):
-        return
-    silent = {record.plan.decodes + at for at, entry in enumerate(record.prefill) if not entry.chunk.last}
-    silent.update(failed.tolist())
-    if record.blocks is not None:
-        silent.update(record.blocks.nonzero()[0].tolist())
-    for at in ((flat < 0) | (flat >= 2**31)).nonzero()[0].tolist():
-        if at not in silent:
-            raise InvalidResult(f"tokens[{at}] must be a token id of at least 0, not {int(flat[at])}")
-
-
-def _positions(value: Sequence[int] | Ints | None, name: str, count: int) -> Ints:
-    if value is None:
-        return EMPTY
-    array = np.asarray(value)
-    if not array.size:
-        return EMPTY
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidResult(f"{name} must hold positions in the plan, not {value!r}")
-    if int(array.min()) < 0 or int(array.max()) >= count:
-        raise InvalidResult(f"{name} must hold positions from 0 to {count - 1}, not {value!r}")
-    return array.astype(np.int64)
-
-
-# -- commit -----------------------------------------------------------------------------------------------------------
-
-
-def commit(core: Core, record: InFlight, result: _Checked) -> Outcome:
+def commit(core: Core, record: InFlight, result: Checked) -> Outcome:
     """Apply a checked result of the oldest plan in flight. Cost: per request that ends and chunk; arrays for the rest."""
     core.in_flight.pop(0)
     plan = record.plan
@@ -118,7 +33,7 @@ def commit(core: Core, record: InFlight, result: _Checked) -> Outcome:
     if core.holds:
         expire(core, plan.step)
     if not len(plan.rows):
-        _settle(core, record)
+        settle(core, record)
         return Outcome(plan.rows, result.tokens, _NO_FINISH[:0], ())
     if plan.decodes:
         core.decode_steps += 1
@@ -146,7 +61,7 @@ def commit(core: Core, record: InFlight, result: _Checked) -> Outcome:
             if live is not None:
                 finish[at] = codes[at]
                 ended.append(end(core, live, Finish(codes[at])))
-    _settle(core, record)
+    settle(core, record)
     return Outcome(plan.rows, delivered, finish, tuple(ended))
 
 
@@ -158,7 +73,7 @@ def _no_finish(count: int) -> npt.NDArray[np.int8]:
     return finish
 
 
-def _codes(core: Core, record: InFlight, result: _Checked, tokens: npt.NDArray[np.signedinteger[Any]]) -> dict[int, int]:
+def _codes(core: Core, record: InFlight, result: Checked, tokens: npt.NDArray[np.signedinteger[Any]]) -> dict[int, int]:
     """Finish codes by position for a plan of plain decodes."""
     codes: dict[int, int] = {}
     for at in record.ending.tolist():
@@ -191,7 +106,7 @@ def _stops(core: Core, live: Live, token: int) -> bool:
     return not least or core.emitted(live) >= least
 
 
-def _deliver(core: Core, record: InFlight, result: _Checked) -> tuple[npt.NDArray[np.signedinteger[Any]], dict[int, int]]:
+def _deliver(core: Core, record: InFlight, result: Checked) -> tuple[npt.NDArray[np.signedinteger[Any]], dict[int, int]]:
     """The general way: chunks, speculation, blocks, dropped and late rows. Returns delivered tokens and finish codes."""
     plan = record.plan
     tokens = result.tokens if result.tokens.ndim == 2 else result.tokens[:, None]
@@ -356,7 +271,7 @@ def _close_gaps(core: Core, rows: Ints, step: int) -> None:
         residents.lagging += len(first)
 
 
-def _finish_codes(core: Core, record: InFlight, result: _Checked, tokens: npt.NDArray[np.signedinteger[Any]], taken: Ints,
+def _finish_codes(core: Core, record: InFlight, result: Checked, tokens: npt.NDArray[np.signedinteger[Any]], taken: Ints,
                   own: npt.NDArray[np.bool_], codes: dict[int, int]) -> None:
     """Add the finish code of every row that is at its end; the strongest word last."""
     plan, residents = record.plan, core.residents
@@ -409,131 +324,3 @@ def _fold_log(core: Core) -> None:
             live.generated = np.concatenate((live.generated, log.read_oldest(live.row, live.since)))
             live.since = until
     log.fold()
-
-
-def end(core: Core, live: Live, finish: Finish) -> Ended:
-    """A request is at its end: deliver its record, let go of what it holds."""
-    cause = Cause.ABORT if finish is Finish.ABORT else Cause.FINISH
-    resident = live.row >= 0
-    held = int(core.residents.held[live.row]) if resident else 0
-    computed = core.committed(live) if resident else live.highwater
-    waited = waited_steps(core, live)
-    core.lives.pop(live.id, None)  # before its pages go: a pin is for who ended, not for who was retracted
-    if resident:
-        core.collect(live)
-        row = live.row
-        for record in core.naming(row):
-            record.dropped.add(row)
-        good = finish in (Finish.LENGTH, Finish.STOP)
-        valid = min(computed, live.prompt + max(len(live.generated) - 1, 0)) if good else 0
-        if good:
-            computed = valid
-        core.leave(live, donate=good, valid=valid)
-    else:
-        core.queue.remove(live)
-        for record in core.in_flight:
-            for row, other in list(record.late.items()):
-                if other is live:
-                    del record.late[row]
-    core.inflight_tokens -= live.uncomputed
-    live.uncomputed = 0
-    live.move(cause)
-    if live.family is not None:
-        live.family.members.remove(live)
-        if not live.family.members:
-            core.parents.pop(live.family.id, None)
-    core.completions += 1
-    core.progress_step = max(core.progress_step, core.step)
-    core.totals["aborted" if finish is Finish.ABORT else "finished"] += 1
-    core.tell("aborted" if finish is Finish.ABORT else "finished", live, finish.name.lower())
-    generated = len(live.generated)
-    return Ended(live.id, finish, generated, computed, live.cached, held, live.retractions,
-                 max(live.max_gap, 1 if generated > 1 else 0), waited)
-
-
-def waited_steps(core: Core, live: Live) -> int:
-    """Passes in which the request waited, over all its stays in the queue."""
-    return live.waited + (core.passes - live.submitted_pass if live.row < 0 else 0)
-
-
-def _settle(core: Core, record: InFlight) -> None:
-    """The plan has ended: what waited for it goes back, unless an older plan in flight still names the row."""
-    for release in record.releases:
-        naming = core.naming(release.row)
-        if naming:
-            naming[-1].releases.append(release)
-        else:
-            core.settle(release, quarantined=True)
-
-
-# -- rollback ---------------------------------------------------------------------------------------------------------
-
-
-def rollback(core: Core, record: InFlight) -> None:
-    """Undo schedule(): the newest plan in flight did not happen. What it evicted and whom it retracted stays."""
-    core.in_flight.pop()
-    residents, undo = core.residents, record.undo
-    rows = record.decode_rows
-    if len(rows):
-        keep = np.array([row not in record.dropped for row in rows.tolist()], dtype=bool)
-        back = np.ones(len(rows), dtype=np.int64) if record.decode_widths is None else record.decode_widths.copy()
-        if record.blocks is not None:
-            back[record.blocks] = 0
-        residents.ctx[rows[keep]] -= back[keep]
-        for row in rows[keep & ~residents.active[rows]].tolist():
-            residents.set_active(row, value=True)
-    returned: list[Live] = []
-    for entry in reversed(record.prefill):
-        live, chunk = entry.live, entry.chunk
-        if live.row != chunk.row or chunk.row in record.dropped:
-            continue
-        residents.ctx[chunk.row] = chunk.start
-        residents.set_active(chunk.row, value=False)
-        core.ledger.unspend(live.id, chunk.length)
-        if entry.admitted:
-            returned.append(live)
-    for granted, counts in reversed(undo.grants):
-        for row, count in zip(granted.tolist(), counts.tolist(), strict=True):
-            if row not in record.dropped and residents.taken[row]:
-                core.pool.release(residents.truncate(row, count))
-                core.private -= count
-    for live in returned:
-        core.leave(live, donate=False, valid=0)
-        live.move(Cause.UNDO_ADMIT)
-        live.cached = 0
-    for row in record.late:
-        record.late[row].late -= 1
-    _settle(core, record)
-    core.exchanged = record.undo.exchanged + core.exchanged
-    _restore(core, record, returned)
-
-
-def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
-    """Counters, marks and the queue as they were before the plan."""
-    undo, residents = record.undo, core.residents
-    core.ratio.value = undo.ratio
-    core.step = undo.step
-    core.passes -= 1
-    for target, name, value in reversed(undo.attributes):
-        if name == "uncomputed":
-            if target.id in core.lives:
-                core.inflight_tokens += value - target.uncomputed
-                target.uncomputed = value
-        else:
-            setattr(target, name, value)
-    for lagged in undo.lagged:
-        still = lagged[residents.lag[lagged] & residents.taken[lagged]]
-        residents.lag[still] = False
-        residents.lagging -= len(still)
-    for rows, served in undo.served:
-        residents.served[rows] = served
-    for tenant, amount in undo.service:
-        core.service[tenant] -= amount
-    core.totals["cached_tokens"] -= undo.cached
-    for live in core.queue:
-        live.submitted_pass = min(live.submitted_pass, core.passes)
-    for live in back:
-        if live.retractions:
-            core.queue.add_resuming(live)
-        else:
-            core.queue.add(live)

@@ -100,8 +100,7 @@ def _widths(step: Step, rows: Ints, wide: int) -> Ints:
 def _take_turns(step: Step, rows: Ints, widths: Ints) -> Ints:
     """Positions of the rows that the budget serves: least recently served first, then by admission (law C4)."""
     residents = step.core.residents
-    admitted = np.array([live.admitted if (live := residents.live[row]) is not None else 0 for row in rows.tolist()])
-    turn = np.lexsort((admitted, residents.served[rows]))
+    turn = np.lexsort((residents.entered[rows], residents.served[rows]))
     keep = np.sort(turn[: int(np.searchsorted(np.cumsum(widths[turn]), step.budget, side="right"))])
     chosen = rows[keep]
     step.undo.served.append((chosen, residents.served[chosen]))

@@ -6,12 +6,14 @@ request that could not start in this step all the same.
 
 from __future__ import annotations
 
-from kvsched.admission.budget import NO_PAGES, Funds, needs, pages_wanted
+from kvsched.admission.budget import Funds, needs, pages_wanted
+from kvsched.arrange import arranger
 from kvsched.core import Core
 from kvsched.live import Live
-from kvsched.prefill import arranger, lock
+from kvsched.newcomers import lock
 from kvsched.retraction import ending, lost_tokens, retract
 from kvsched.step import Step
+from kvsched.units import NO_PAGES
 
 
 def displace(step: Step) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from kvsched.admission.budget import pages_wanted
 from kvsched.admission.chunking import chunk_length
-from kvsched.commit import waited_steps
-from kvsched.core import Core, Pass
+from kvsched.arrange import arranger
+from kvsched.core import Core
+from kvsched.ending import waited_steps
+from kvsched.inflight import Pass
 from kvsched.live import Live
+from kvsched.newcomers import memory_reason, shares
 from kvsched.plan import Status
-from kvsched.prefill import arranger, memory_reason, shares
 from kvsched.request import State
 from kvsched.units import aligned
 from kvsched.verdict import HEAD_REASONS, Explanation, WaitReason

@@ -6,8 +6,9 @@ A held page is quarantined: not free, not evictable, never handed out, until it 
 from __future__ import annotations
 
 from kvsched.admission.budget import needs
-from kvsched.core import Core, Hold
+from kvsched.core import Core
 from kvsched.errors import HoldRefused
+from kvsched.inflight import Hold
 from kvsched.live import Live
 from kvsched.units import Pages
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsched.core import Core, InFlight, Undo
+from kvsched.arrange import arranger
+from kvsched.chunks import continue_all, continue_chunk, partials
+from kvsched.core import Core
 from kvsched.decode import pages_due, plan_decodes, skip
 from kvsched.displace import displace
 from kvsched.explain import status_of
+from kvsched.inflight import InFlight, Undo
 from kvsched.live import Live
+from kvsched.newcomers import Admission, record_pass
 from kvsched.plan import Agreed, Deltas, Plan
-from kvsched.prefill import Admission, arranger, continue_all, continue_chunk, partials, record_pass
-from kvsched.step import EMPTY, Step, ones
-from kvsched.units import Ints, Pages
+from kvsched.step import Step, ones
+from kvsched.units import NO_INTS, NO_PAGES, Ints
 from kvsched.verdict import WaitReason
 
-NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
-NO_PAGES.flags.writeable = False
-NO_DELTAS = Deltas(EMPTY, EMPTY, NO_PAGES)
+NO_DELTAS = Deltas(NO_INTS, NO_INTS, NO_PAGES)
 
 
 def make_plan(core: Core, agreed: Agreed | None) -> Plan:
@@ -121,7 +122,7 @@ def _first_ready(core: Core) -> Live | None:
 
 def _activate(step: Step) -> None:
     """Residents whose prefill ends in this step can decode from the next one on."""
-    core, residents = step.core, step.core.residents
+    residents = step.core.residents
     for row in step.fresh:
         live = residents.live[row]
         if live is None or residents.ctx[row] >= residents.total[row]:

@@ -16,27 +16,33 @@ from kvsched.live import Live
 from kvsched.units import Ints, Pages
 
 Flags = npt.NDArray[np.bool_]
+"""One flag per row."""
+COUNTS = ("block", "ctx", "entered", "gap", "held", "last_emit", "room", "served", "shared", "target", "total", "total_pages")
+FLAGS = ("active", "known", "lag", "taken")
 
 
 class Residents:
     """Structure of arrays over rows. All int64, in tokens unless said otherwise.
 
-    ctx: slots computed or scheduled to be. held: pages in the row. room: held * page_size. total: slots it can ever
-    write. total_pages: pages of that. shared: leading pages of the row that lie in the cache. target: where its prefill ends. known: it ignores end-of-sequence, so its length
-    is known. block: width of its blocks under block diffusion, 0 for token-by-token decoding. active: it can decode. taken: a request owns the row and is resident. table: int32 [rows, columns].
+    ctx: slots computed or scheduled to be. held: pages in the row. room: held * page_size. shared: leading pages of the
+    row that lie in the cache. total, total_pages: what it can ever write. target: where its prefill ends. known: it
+    ignores end-of-sequence, so its length is known. block: width of its blocks under block diffusion, else 0. active: it
+    can decode now. taken: a resident owns the row. entered: number of its admission. served: step in which it last had
+    its turn. lag, last_emit, gap: whether it missed a step, the step of its last token before, its longest gap.
+    table: int32 [rows, columns], page of each column.
     """
 
     __slots__ = (
-        "_active_rows", "_free", "_names", "_names_shared", "_taken_rows", "active", "count", "ctx", "gap", "held", "known",
-        "lag", "lagging", "last_emit", "live", "page_size", "room", "block", "blocks", "calm", "served", "shared", "table", "taken", "target", "total",
-        "total_pages",
+        "_active_rows", "_free", "_names", "_names_shared", "_taken_rows", "active", "block", "blocks", "calm", "count", "ctx",
+        "entered", "gap", "held", "known", "lag", "lagging", "last_emit", "live", "page_size", "room", "served", "shared",
+        "table", "taken", "target", "total", "total_pages",
     )
 
     def __init__(self, page_size: int, rows: int = 64, columns: int = 64) -> None:
         self.page_size = page_size
-        for name in ("ctx", "held", "room", "total", "total_pages", "target", "served", "last_emit", "gap", "block", "shared"):
+        for name in COUNTS:
             setattr(self, name, np.zeros(rows, dtype=np.int64))
-        for name in ("active", "known", "taken", "lag"):
+        for name in FLAGS:
             setattr(self, name, np.zeros(rows, dtype=bool))
         self.ctx: Ints
         self.held: Ints
@@ -49,6 +55,7 @@ class Residents:
         self.gap: Ints
         self.block: Ints
         self.shared: Ints
+        self.entered: Ints
         self.active: Flags
         self.known: Flags
         self.taken: Flags
@@ -215,8 +222,7 @@ class Residents:
 
     def _grow_rows(self) -> None:
         rows = self.rows
-        for name in ("ctx", "held", "room", "total", "total_pages", "target", "served", "last_emit", "gap", "block", "shared",
-                     "active", "known", "taken", "lag"):
+        for name in COUNTS + FLAGS:
             old = getattr(self, name)
             setattr(self, name, np.concatenate((old, np.zeros(rows, dtype=old.dtype))))
         self.table = np.concatenate((self.table, np.zeros_like(self.table)))

@@ -13,11 +13,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import attrs
 import numpy as np
 
-from kvsched import commit as ending
 from kvsched.admission.intake import admit_to_queue, as_accepted, check_block, new_lives, refusal
 from kvsched.admission.ledger import CommitmentLedger
+from kvsched.commit import commit
 from kvsched.config import SETTABLE, SchedulerConfig
 from kvsched.core import Core
+from kvsched.ending import end
 from kvsched.errors import (
     ConfigError,
     DuplicateRequest,
@@ -36,7 +37,9 @@ from kvsched.plan import Agreed, Flushed, Outcome, Plan, StepResult
 from kvsched.planning import make_plan
 from kvsched.protocols import EventSink, Pool, TreeCache
 from kvsched.request import Cause, Finish, Request, State, whole
+from kvsched.results import check_result
 from kvsched.retraction import retract
+from kvsched.rollback import rollback
 from kvsched.snapshot import check, request_state, snapshot, stalled
 from kvsched.units import Pages, Tokens
 from kvsched.verdict import Accepted, Explanation, Refused
@@ -190,7 +193,7 @@ class Scheduler:
         """End every live request. Returns how many."""
         lives = list(self._core.lives.values())
         for live in lives:
-            ending.end(self._core, live, Finish.ABORT)
+            end(self._core, live, Finish.ABORT)
         self._rest()
         return len(lives)
 
@@ -233,7 +236,7 @@ class Scheduler:
         record = core.in_flight[0] if core.in_flight else None
         if record is None or record.plan is not plan:
             raise OutOfOrder(self._order_error(plan, "commit", "oldest"))
-        outcome = ending.commit(core, record, ending.check_result(record, result))
+        outcome = commit(core, record, check_result(record, result))
         if outcome.ended:
             self._rest()
         return outcome
@@ -248,7 +251,7 @@ class Scheduler:
         record = core.in_flight[-1] if core.in_flight else None
         if record is None or record.plan is not plan:
             raise OutOfOrder(self._order_error(plan, "rollback", "newest"))
-        ending.rollback(core, record)
+        rollback(core, record)
 
     # -- control --------------------------------------------------------------------------------------------------
 
@@ -355,7 +358,7 @@ class Scheduler:
     def _abort(self, key: str) -> bool:
         found = self._named(key)
         for live in found:
-            ending.end(self._core, live, Finish.ABORT)
+            end(self._core, live, Finish.ABORT)
         self._rest()
         return bool(found)
 

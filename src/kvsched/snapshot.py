@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from kvsched.admission.budget import needs
-from kvsched.commit import waited_steps
+from kvsched.arrange import arranger
 from kvsched.core import Core
+from kvsched.ending import waited_steps
 from kvsched.errors import AccountingError
 from kvsched.explain import explain
 from kvsched.live import Live
 from kvsched.plan import Plan
-from kvsched.prefill import arranger
 from kvsched.units import pages_for
 
 
@@ -57,10 +57,10 @@ def plan_state(core: Core, plan: Plan | None) -> dict[str, Any]:
     """The last plan in the words of the scenario format; decodes as they stand in `running`."""
     if plan is None:
         return {"prefill": [], "decode": [], "retracted": [], "evicted": 0, "copies": []}
-    place = {key: index for index, key in enumerate(core.running)}
+    turn = np.argsort(core.residents.entered[plan.rows[: plan.decodes]], kind="stable")
     return {
         "prefill": [[chunk.id, chunk.start, chunk.length] for chunk in plan.prefill],
-        "decode": sorted(plan.decode_ids, key=lambda key: place.get(key, -1)),
+        "decode": [plan.decode_ids[at] for at in turn.tolist()],
         "retracted": list(plan.retracted),
         "evicted": plan.evicted,
         "copies": [list(copy) for copy in plan.copies],

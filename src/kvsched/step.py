@@ -6,12 +6,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvsched.core import Core, PrefillRow, Undo
+from kvsched.core import Core
+from kvsched.inflight import PrefillRow, Undo
 from kvsched.live import Live
-from kvsched.units import Ints, Pages
-
-EMPTY: Ints = np.zeros(0, dtype=np.int64)
-EMPTY.flags.writeable = False
+from kvsched.units import NO_INTS, Ints, Pages
 
 
 @attrs.define(eq=False)
@@ -27,10 +25,10 @@ class Step:
     budget: int
     undo: Undo
     admit_left: int | None = None
-    decode_rows: Ints = EMPTY
-    decode_starts: Ints = EMPTY
+    decode_rows: Ints = NO_INTS
+    decode_starts: Ints = NO_INTS
     decode_widths: Ints | None = None
-    ending: Ints = EMPTY
+    ending: Ints = NO_INTS
     decode_blocks: npt.NDArray[np.bool_] | None = None
     prefill: list[PrefillRow] = attrs.field(factory=list)
     planned: set[int] = attrs.field(factory=set)  # rows of `prefill`

@@ -15,6 +15,10 @@ Pages = npt.NDArray[np.int32]
 """Page ids, one dimension."""
 Ints = npt.NDArray[np.int64]
 """Counts, positions or row numbers, one dimension."""
+NO_INTS: Ints = np.zeros(0, dtype=np.int64)
+NO_INTS.flags.writeable = False
+NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
+NO_PAGES.flags.writeable = False
 
 
 def pages_for(tokens: int, page_size: int) -> int:

@@ -12,9 +12,7 @@ import numpy as np
 
 from kvsched.core import Core
 from kvsched.live import Live
-from kvsched.units import Ints, Pages, pages_for, pages_for_each
-
-NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
+from kvsched.units import NO_PAGES, Ints, Pages, pages_for, pages_for_each
 
 
 def reach(total: int, base: int, *, guaranteed: bool, ratio: float, clip: int) -> int:

@@ -6,7 +6,7 @@ not: the calls and their checks (`kvsched.testing.host`). The same calls as a hy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -230,14 +230,17 @@ def _same(one: BaseException, two: BaseException) -> bool:
     return type(one) is type(two) and str(one).split(":")[0] == str(two).split(":")[0]
 
 
-def drive(seed: int, steps: int, *, calls_per_run: int = 60, parts: Parts | None = None) -> Tally:
+def drive(seed: int, steps: int, *, calls_per_run: int = 60, parts: Parts | None = None,
+          settings: Mapping[str, Any] | None = None) -> Tally:
     """Play random runs from one seed until `steps` calls were made and checked; every run is drained at its end.
+
+    settings: keys of `SchedulerConfig` that every run shares; the others are drawn.
 
     Raises `RunFailed` with the seed of the failing run and a small replay of it.
     """
     runs = done = plans = rows = finished = retractions = 0
     while done < steps:
-        host = one_run(seed + runs, calls_per_run, parts)
+        host = one_run(seed + runs, calls_per_run, parts, settings)
         runs += 1
         done += host.calls
         plans += host.model.step
@@ -247,10 +250,11 @@ def drive(seed: int, steps: int, *, calls_per_run: int = 60, parts: Parts | None
     return Tally(runs, done, plans, rows, finished, retractions)
 
 
-def one_run(seed: int, calls_per_run: int, parts: Parts | None = None) -> CheckedHost:
+def one_run(seed: int, calls_per_run: int, parts: Parts | None = None, settings: Mapping[str, Any] | None = None) -> CheckedHost:
     """One random run and its drain. Raises `RunFailed` when a law breaks."""
     rng = Random(seed)  # noqa: S311 - a test, not a secret
     setup = random_setup(rng)
+    setup["settings"] |= settings or {}
     calls: list[Call] = []
     texts: list[list[int]] = []
     host = CheckedHost(**setup, parts=parts)

@@ -236,7 +236,8 @@ class PlainModel:
         self.step += 1
         law("steps are numbered", plan.step == self.step, plan.step, self.step)
         decodable = [a for a in self.order if self._decodable(a)]
-        parked = [a for a in self.order if a.prefilling and not a.paused]
+        parked = [a.id for a in self.order if a.prefilling and not a.paused and a.id not in plan.retracted]
+        parked += [name for name, reason in waiting.items() if reason == "step_tokens"]
         frame = _Frame(plan, [], [], [(a, a.wait, a.peers) for a in self.order], self.parked_steps)
         self._retracted(plan)
         self._admitted(plan, frame, waiting, admit)
@@ -395,7 +396,7 @@ class PlainModel:
         free_to_go = not (busy or self.paused or self.holds or admit is not None) and all(a.ready for a in self.accounts.values())
         law("C3 with nothing in flight, held or paused, something runs", not free_to_go, plan.status, list(self.accounts))
 
-    def _bounds(self, plan: Plan, decodable: Sequence[Account], parked: Sequence[Account]) -> None:
+    def _bounds(self, plan: Plan, decodable: Sequence[Account], parked: Sequence[str]) -> None:
         """C4: gaps of decodes and of prefills, judged where memory and the host cannot be the reason."""
         served = set(plan.ids)
         config = self.config
@@ -403,6 +404,7 @@ class PlainModel:
             if account.id in served:
                 account.wait, account.peers = 0, len(self.order)
         judged = config.admission == "guaranteed" and not self.paused and not self.holds and not config.preempt_priority
+        judged = judged and not any(a.request.ignore_eos for a in self.order)  # admitted by the peak over time, they may wait for a page
         for account in decodable:
             if account.id in served or not account.resident:
                 continue
@@ -414,11 +416,10 @@ class PlainModel:
                 bound += 1 + bound // max(config.prefill_grant - 1, 1)
             if judged and not self.disturbed:
                 law("C4 decode gap", account.wait + 1 <= bound, account.id, "waits", account.wait, "steps, bound", bound)
-        waits = [a for a in parked if a.resident]
-        self.parked_steps = 0 if plan.prefill or not waits else self.parked_steps + 1
+        self.parked_steps = 0 if plan.prefill or not parked else self.parked_steps + 1
         if config.prefill_grant is not None and judged and not self.disturbed:
             bound = max(config.prefill_grant, 2)
-            law("C4 prefill grant", self.parked_steps < bound, self.parked_steps, bound, [a.id for a in waits])
+            law("C4 prefill grant", self.parked_steps < bound, self.parked_steps, bound, parked)
 
     def rolled_back(self, plan: Plan) -> None:
         """The newest plan did not happen, except for whom it retracted and what it evicted."""
@@ -466,8 +467,9 @@ class PlainModel:
                 self.prefilled[1] += row.count
                 self.prefilled[0] += row.count if alive and i not in failed else 0
             if not alive:
-                if not row.decode and account.retractions:
-                    self.recomputed[1] += max(0, min(row.start + row.count, account.high) - row.start)
+                if not row.decode:
+                    self.recomputed[1] += max(0, min(row.start + row.count, account.high) - row.start) if account.retractions else 0
+                    account.high = max(account.high, row.start + row.count)
                 law("an ended request gets no token", not got, account.id, got)
                 continue
             if i in failed:
@@ -596,9 +598,9 @@ class PlainModel:
         law("C1 the ratio stays in bounds", 0 <= state["ratio"] <= 1, state["ratio"])
         if not self.accounts:
             law("F1 idle is healthy", not state["stalled"])
-        elif self.idle_most < self.config.stall_steps - 2:
+        elif self.idle_most + len(self.frames) < self.config.stall_steps:  # progress counts for the step whose plan made it
             law("F1 not stalled while things move", not state["stalled"], self.idle_most)
-        elif self.idle_steps > self.config.stall_steps + 2:
+        elif self.idle_steps > self.config.stall_steps:
             law("F1 stalled when nothing moved", state["stalled"], self.idle_steps)
 
     def _check_requests(self, listed: Mapping[str, Mapping[str, Any]]) -> None:

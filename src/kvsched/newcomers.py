@@ -1,111 +1,25 @@
-"""The prefill phases of a step: chunks of residents, then new and resuming requests.
+"""The admission pass: resuming and new requests, tried in their order (laws B4 and B10).
 
-Order and limits are law C4; what may be promised is asked of `kvsched.admission.budget` alone.
+What may be promised is asked of `kvsched.admission.budget`; what the pass left, for those who want to know why they wait,
+is noted in `kvsched.inflight.Pass`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import numpy as np
 
-from kvsched.admission.budget import NO_PAGES, Funds, first_fit, over_promised, pages_wanted, safe
+from kvsched.admission.budget import Funds, first_fit, pages_wanted
 from kvsched.admission.chunking import chunk_length
-from kvsched.core import Core, Pass, PrefillRow
+from kvsched.arrange import arranger
+from kvsched.chunks import alone, emit_chunk, partials
+from kvsched.core import Core
+from kvsched.inflight import Pass
 from kvsched.live import Live
-from kvsched.plan import Chunk
 from kvsched.protocols import Handle
 from kvsched.request import Cause
 from kvsched.step import Step
-from kvsched.units import aligned, pages_for, reusable
+from kvsched.units import NO_PAGES, aligned, pages_for, reusable
 from kvsched.verdict import HEAD_REASONS, Verdict, WaitReason, decide
-
-
-# -- chunks of residents ----------------------------------------------------------------------------------------------
-
-
-def remaining(core: Core, live: Live) -> int:
-    """Tokens of a resident's prefill that no plan computes yet."""
-    return live.target - int(core.residents.ctx[live.row])
-
-
-def partials(core: Core) -> list[Live]:
-    """Residents with prefill left to schedule, by admission."""
-    return [live for live in core.prefilling.values() if remaining(core, live) > 0]
-
-
-def alone(core: Core, live: Live, step: Step) -> bool:
-    """Whether no other request wants prefill now."""
-    waiting = len(core.queue) - core.queue.unready - len(step.admitted) - (live.row < 0)
-    others = any(other is not live and remaining(core, other) > 0 for other in core.prefilling.values())
-    return waiting <= 0 and not others
-
-
-def continue_chunk(step: Step, live: Live, cap: int | None = None) -> bool:
-    """Give a resident its next chunk, as long as budget and pages allow. False when it got nothing."""
-    core = step.core
-    config, residents, row = core.config, core.residents, live.row
-    if row in step.planned:
-        return True
-    start = int(residents.ctx[row])
-    length = chunk_length(live.target - start, step.budget if cap is None else min(cap, step.budget), config.chunk_tokens,
-                          config.long_prefill_tokens, alone=alone(core, live, step))
-    if length <= 0:
-        core.blame(live, WaitReason.STEP_TOKENS)
-        return False
-    held = int(residents.held[row])
-    pages = pages_for(start + length, config.page_size) - held
-    room = core.available()
-    if pages > room:  # an estimate was too low for somebody: take what is there, or park (case C41)
-        length = min(length, (held + room) * config.page_size - start)
-        pages = room
-    if length > 0 and pages > 0 and core.known_promises and config.admission == "guaranteed" and over_promised(core) \
-            and not safe(core, {row: pages}):
-        length = 0
-    if length <= 0:
-        core.blame(live, WaitReason.PAGES, 1)
-        return False
-    step.grow(row, max(pages, 0))
-    _emit_chunk(step, live, start, length, admitted=False)
-    return True
-
-
-def _emit_chunk(step: Step, live: Live, start: int, length: int, *, admitted: bool) -> None:
-    core, row = step.core, live.row
-    end = start + length
-    last = end == live.target
-    chunk = Chunk(live.id, row, start, live.part(start, end), last)
-    step.prefill.append(PrefillRow(live, chunk, admitted))
-    step.planned.add(row)
-    step.budget -= length
-    core.residents.ctx[row] = end
-    core.ledger.spend(live.id, length)
-    step.undo.set(live, "last_grant", step.number)
-    live.reason = None
-    if core.config.order == "fair":
-        charge(step, live.tenant, length)
-    if last:
-        step.fresh.append(row)
-        where = np.array([row])
-        step.undo.served.append((where, core.residents.served[where]))
-        core.residents.served[row] = step.number  # its first token comes in this step: others' turns come before
-
-
-def charge(step: Step, tenant: str, tokens: int) -> None:
-    """Count tokens served against a tenant's share."""
-    core = step.core
-    amount = tokens / core.rates.get(tenant, 1.0)
-    core.service[tenant] = core.service.get(tenant, 0.0) + amount
-    step.undo.service.append((tenant, amount))
-
-
-def continue_all(step: Step) -> None:
-    """Every resident between two chunks, by admission."""
-    for live in partials(step.core):
-        continue_chunk(step, live)
-
-
-# -- admission --------------------------------------------------------------------------------------------------------
 
 
 class Admission:
@@ -292,6 +206,7 @@ class Admission:
         live.move(Cause.ADMIT)
         core.admissions += 1
         live.admitted = core.admissions
+        core.residents.entered[row] = core.admissions
         step.undo.set(live, "cached", matched)
         core.residents.served[row] = step.number
         core.running[live.id] = live
@@ -321,7 +236,7 @@ class Admission:
             self.adapters.add(live.request.adapter)
         if step.admit_left is not None:
             step.admit_left -= 1
-        _emit_chunk(step, live, matched, length, admitted=True)
+        emit_chunk(step, live, matched, length, admitted=True)
         step.admitted.append(live)
         core.tell("admitted", live)
 
@@ -366,60 +281,6 @@ def shares(core: Core, live: Live, other: Live, matched: int) -> bool:
             until > reusable(live.target, core.config.page_size) or until > aligned(other.target, core.config.page_size):
         return False
     return np.array_equal(other.part(0, until), live.part(0, until))
-
-
-class _View:
-    """What the orders see of the core."""
-
-    __slots__ = ("core",)
-
-    def __init__(self, core: Core) -> None:
-        self.core = core
-
-    def matched(self, live: Live) -> int:
-        return self.core.match(live, exact=True)
-
-    def path(self, live: Live) -> tuple[int, ...]:
-        finder = getattr(self.core.cache, "path", None)
-        if finder is None or not live.request.cache_read:
-            return ()
-        found: tuple[int, ...] = finder(live.space, live.tokens)
-        return found[1:]  # that a namespace has a root says nothing of what is cached
-
-    def waited(self, live: Live) -> int:
-        return live.waited + self.core.passes - live.submitted_pass
-
-    @property
-    def aging_tokens(self) -> int:
-        return self.core.config.aging_tokens
-
-    @property
-    def max_skips(self) -> int:
-        return self.core.config.max_skips
-
-    @property
-    def service(self) -> dict[str, float]:
-        return self.core.service
-
-    def weight(self, tenant: str) -> float:
-        return self.core.rates.get(tenant, 1.0)
-
-
-def arranger(core: Core) -> Callable[[Iterable[Live]], Iterable[Live]]:
-    """The present order as a function of those who wait. What cannot have changed is not sorted again."""
-    view = _View(core)
-    order = core.order
-
-    def arrange(waiting: Iterable[Live]) -> Iterable[Live]:
-        if not order.keeps:
-            return order.arrange(waiting, view)
-        key = (core.queue.version, *((core.growths, core.shrunk) if "cache" in order.keeps else ()),
-               *((core.passes,) if "passes" in order.keeps and core.config.aging_tokens else ()))
-        if core.arranged is None or core.arranged[0] is not order or core.arranged[1] != key:
-            core.arranged = (order, key, list(order.arrange(waiting, view)))
-        return core.arranged[2]
-
-    return arrange
 
 
 def record_pass(admission: Admission) -> None:
