@@ -35,14 +35,14 @@ def alone(core: Core, live: Live, step: Step) -> bool:
     return waiting <= 0 and not others
 
 
-def continue_chunk(step: Step, live: Live, cap: int | None = None) -> bool:
+def continue_chunk(step: Step, live: Live) -> bool:
     """Give a resident its next chunk, as long as budget and pages allow. False when it got nothing."""
     core = step.core
     config, residents, row = core.config, core.residents, live.row
     if row in step.planned:
         return True
     start = int(residents.ctx[row])
-    length = chunk_length(live.target - start, step.budget if cap is None else min(cap, step.budget), config.chunk_tokens,
+    length = chunk_length(live.target - start, step.budget, config.chunk_tokens,
                           config.long_prefill_tokens, alone=alone(core, live, step))
     if length <= 0:
         core.blame(live, WaitReason.STEP_TOKENS)

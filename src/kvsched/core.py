@@ -37,7 +37,7 @@ class Core:
 
     __slots__ = (
         "ahead", "arranged", "arrivals", "attempts", "cache", "cache_seen", "charged", "completions", "config", "decode_steps", "evicted", "events", "exchanged", "explained",
-        "floor", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
+        "floor", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_newcomer", "last_pass", "ledger",
         "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
         "quarantined", "queue", "ratio", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
         "inflight_tokens", "admissions", "service", "rates", "sharing", "shrunk", "turn",
@@ -85,6 +85,7 @@ class Core:
         self.attempts = self.completions = self.decode_steps = 0
         self.progress_step = 0
         self.last_decode_step = 0
+        self.last_newcomer = 0  # step in which somebody was admitted last
         self.postponed = False  # the last step put a due decode behind a grant
         self.paused: str | None = None
         self.last_pass: Pass | None = None
@@ -223,7 +224,7 @@ class Core:
         count = len(live.generated)
         return count if live.row < 0 else count + len(self.log.read(live.row, live.since))
 
-    def leave(self, live: Live, *, donate: bool, valid: int) -> None:
+    def leave(self, live: Live, *, donate: bool, valid: int, used: bool = True) -> None:
         """A resident stops being one: its pages go back now, or when the last plan that names its row ends.
 
         valid: slots whose KV is good, for donation. The caller has collected its tokens.
@@ -241,7 +242,7 @@ class Core:
             self.stops[stop] -= 1
             if not self.stops[stop]:
                 del self.stops[stop]
-        release = Release(live, row, live.handle, donate, valid)
+        release = Release(live, row, live.handle, donate, valid, used)
         live.handle = None
         live.row = -1
         naming = self.naming(row)
@@ -284,7 +285,7 @@ class Core:
                 self.grew(live, shared * size, kept, mine)
                 self.pool.release(mine[kept != mine])
                 shared = stop // size
-            self.cache.unlock(handle)
+            self.cache.unlock(handle, used=release.used)
             if release.donate and live.request.pin and live.id not in self.lives:
                 self.pin(live)
         rest = pages[shared:]

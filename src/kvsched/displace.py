@@ -58,7 +58,7 @@ def _fits_by_peak(core: Core, live: Live, funds: Funds) -> bool:
     handle, _ = lock(core, live)
     fits = funds.peak_fits(live, handle.pages if handle is not None else NO_PAGES)
     if handle is not None and core.cache is not None:
-        core.cache.unlock(handle)
+        core.cache.unlock(handle, used=False)
     return fits
 
 

@@ -54,6 +54,13 @@ class HoldRefused(HostError):
     """hold_pages() or release_pages() cannot be done; the message carries the numbers."""
 
 
+class CallbackFailed(KvschedError):
+    """A callback of the host raised. The call itself was done, every other event was delivered, and the object is usable.
+
+    The answer of the call is lost with the exception: a plan made by it stands in `Scheduler.in_flight`.
+    """
+
+
 class PoolExhausted(HostError):
     """A page pool was asked for more pages than it has free."""
 

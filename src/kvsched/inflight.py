@@ -19,13 +19,17 @@ from kvsched.units import Ints, Pages
 
 @attrs.define(eq=False)
 class Release:
-    """Pages of a row that go back when the plan it hangs on has ended. `valid`: slots whose KV is good by then."""
+    """Pages of a row that go back when the plan it hangs on has ended.
+
+    valid: slots whose KV is good by then. used: whether the request ran, so that its hit counts as a use.
+    """
 
     live: Live
     row: int
     handle: Handle | None
     donate: bool
     valid: int
+    used: bool = True
 
 
 @attrs.define(eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsched.admission.budget import Funds, first_fit, pages_wanted
+from kvsched.admission.budget import Funds, first_fit, pages_wanted, reach_of
 from kvsched.admission.chunking import chunk_length
 from kvsched.arrange import arranger
 from kvsched.chunks import alone, emit_chunk, partials
@@ -42,12 +42,14 @@ class Admission:
         self.places = None if limit is None else limit - len(partials(core))
         self.adapters = {live.request.adapter for live in core.running.values()} - {None}
 
-    def run(self, only: Live | None = None, cap: int | None = None) -> None:
-        """Try everybody in order, or `only` one, whose chunk is then at most `cap` tokens."""
+    def run(self, most: int | None = None) -> None:
+        """Try everybody in order, until `most` are admitted."""
         core, step = self.core, self.step
         for live in core.queue.candidates(arranger(core)):
-            if live in step.admitted or (only is not None and live is not only):
+            if live in step.admitted:
                 continue
+            if most is not None and len(step.admitted) >= most:
+                break
             if self.head is not None and self._behind_head_closed():
                 self.closed = True
                 break
@@ -55,7 +57,7 @@ class Admission:
                 break
             if self.head is not None and self._hopeless(live):
                 continue  # explain() works its reason out when asked
-            reason = self._try(live, cap)
+            reason = self._try(live)
             if reason is None:
                 self._passed(live)
             elif reason in HEAD_REASONS and self.head is None:
@@ -67,7 +69,7 @@ class Admission:
                     break
                 self._measure_room()
         if self.head_handle is not None and core.cache is not None:
-            core.cache.unlock(self.head_handle)
+            core.cache.unlock(self.head_handle, used=False)
 
     def _behind_head_closed(self) -> bool:
         """Whether nobody behind the deferred head may be tried (law B10)."""
@@ -106,7 +108,7 @@ class Admission:
                 if other not in self.step.admitted:
                     undo.set(other, "skips", other.skips + 1)
 
-    def _try(self, live: Live, cap: int | None) -> WaitReason | None:
+    def _try(self, live: Live) -> WaitReason | None:
         """Admit the request, or say why not, the first reason in the order of `WaitReason`."""
         core, step = self.core, self.step
         config = core.config
@@ -143,13 +145,12 @@ class Admission:
             reason = self._short(live, need) if beside else self._no(live, WaitReason.HEAD_OF_LINE)
             self._let_go(live, handle, need)
             return reason
-        budget = step.budget if cap is None else min(cap, step.budget)
-        length = chunk_length(live.target - matched, budget, config.chunk_tokens, config.long_prefill_tokens,
+        length = chunk_length(live.target - matched, step.budget, config.chunk_tokens, config.long_prefill_tokens,
                               alone=alone(core, live, step))
         partial = self.places is not None and self.places <= 0 and length < live.target - matched  # the hit shrank
         if length <= 0 or partial:
             if handle is not None and core.cache is not None:
-                core.cache.unlock(handle)
+                core.cache.unlock(handle, used=False)
             return self._no(live, WaitReason.PARTIAL_PREFILL_LIMIT if partial else WaitReason.STEP_TOKENS)
         self._admit(live, handle, matched, length, need, by_peak=by_peak)
         return None
@@ -191,7 +192,7 @@ class Admission:
             self.beside = first_fit(core, need, self.funds, handle.pages if handle is not None else NO_PAGES)
             self.head_handle = handle
         elif handle is not None and core.cache is not None:
-            core.cache.unlock(handle)
+            core.cache.unlock(handle, used=False)
         del live
 
     def _admit(self, live: Live, handle: Handle | None, matched: int, length: int, need: int, *, by_peak: bool) -> None:
@@ -214,6 +215,7 @@ class Admission:
         for stop in live.stops:
             core.stops[stop] = core.stops.get(stop, 0) + 1
         core.ledger.commit(live.id, live.target - matched)
+        step.undo.set(core, "last_newcomer", step.number)
         core.totals["cached_tokens"] += matched
         step.undo.cached += matched
         step.undo.set(live, "waited", live.waited + core.passes - 1 - live.submitted_pass)
@@ -226,7 +228,8 @@ class Admission:
             step.note(row, 0, pages)
         now = pages_for(matched + length, size) - len(pages)
         step.grow(row, now)
-        self.funds.promised += max(need - now, 0)
+        # from now on it counts as a resident, by its reach; the page of growth was asked for at the door only
+        self.funds.promised += max(pages_for(reach_of(core, live), size) - len(pages) - now, 0)
         if self.beside is not None:
             self.beside -= need
         core.known_promises = core.known_promises or by_peak
@@ -258,7 +261,7 @@ def lock(core: Core, live: Live) -> tuple[Handle | None, int]:
     if cache is None:
         return None, 0
     usable = reusable(live.target, core.config.page_size) if live.request.cache_read else 0
-    handle = cache.lock(live.space, live.sequence()[:usable])
+    handle = cache.lock(live.space, live.sequence()[:usable], live.priority)
     core.matched(live, handle.length, usable)
     return handle, handle.length
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsched.arrange import arranger
 from kvsched.chunks import continue_all, continue_chunk, partials
 from kvsched.core import Core
 from kvsched.decode import pages_due, plan_decodes, skip
 from kvsched.displace import displace
 from kvsched.explain import status_of
 from kvsched.inflight import InFlight, Undo
-from kvsched.live import Live
 from kvsched.newcomers import Admission, record_pass
 from kvsched.plan import Agreed, Deltas, Plan
 from kvsched.step import Step, ones
@@ -93,31 +91,22 @@ def _prefill(step: Step) -> None:
 def _grant(step: Step) -> bool:
     """A prefill whose grant is due gets its chunk before the decodes of this step (law C4).
 
-    One prefill per step, the one that waited longest. After a step in which a grant put decodes off, decodes go first.
+    One prefill per step: of residents the one that waited longest; or, when no newcomer started for as long, the first
+    that a pass admits. After a step in which a grant put decodes off, decodes go first.
     """
     core, every = step.core, step.core.config.prefill_grant
     if every is None or core.postponed:
         return False
     due = [live for live in partials(core) if step.number - live.last_grant >= every]
-    head = _first_ready(core)
-    if head is not None and core.passes - head.submitted_pass >= every:
-        due.append(head)
-    if not due:
-        return False
-    live = min(due, key=lambda one: (one.last_grant if one.row >= 0 else step.number - every, one.arrival))
-    if live.row >= 0:
-        return continue_chunk(step, live)
-    before = len(step.admitted)
-    Admission(step).run(only=live)
-    return len(step.admitted) > before
-
-
-def _first_ready(core: Core) -> Live | None:
-    """The request that waits and would be tried first."""
-    for live in core.queue.candidates(arranger(core)):
-        if live.ready and not live.late:
-            return live
-    return None
+    waiting = step.number - core.last_newcomer >= every and \
+        any(live.ready and not live.late and core.passes - live.submitted_pass >= every for live in core.queue)
+    if due and not (waiting and core.last_newcomer < min(live.last_grant for live in due)):
+        return continue_chunk(step, min(due, key=lambda live: (live.last_grant, live.arrival)))
+    if waiting:
+        Admission(step).run(most=1)
+        if step.admitted:
+            return True
+    return bool(due) and continue_chunk(step, min(due, key=lambda live: (live.last_grant, live.arrival)))
 
 
 def _activate(step: Step) -> None:

@@ -85,8 +85,11 @@ class TreeCache(Protocol):
     def match(self, namespace: Hashable, tokens: Tokens) -> int:
         """Tokens of the longest cached page-aligned prefix. Reads only: no split, no touch, no lock (law D1)."""
 
-    def lock(self, namespace: Hashable, tokens: Tokens) -> Handle:
-        """Match and lock in one operation. The caller caps `tokens` beforehand (see `units.reusable`)."""
+    def lock(self, namespace: Hashable, tokens: Tokens, priority: int = 0) -> Handle:
+        """Match and lock in one operation. The caller caps `tokens` beforehand (see `units.reusable`).
+
+        priority: of the request (lower is better), for an eviction policy that goes by it.
+        """
 
     def extend(self, handle: Handle, tokens: Tokens, pages: Pages, adopt: bool = True) -> Pages | None:
         """Insert below the handle's end and move the handle there, locked.
@@ -98,8 +101,11 @@ class TreeCache(Protocol):
         Cost: O(pages given), not O(handle.length).
         """
 
-    def unlock(self, handle: Handle) -> None:
-        """Give a handle back. Uses what the handle recorded. Raises `InvalidHandle`, changing nothing, the second time."""
+    def unlock(self, handle: Handle, used: bool = True) -> None:
+        """Give a handle back. Uses what the handle recorded. Raises `InvalidHandle`, changing nothing, the second time.
+
+        used: False for a look that came to nothing, which should not count as a use of the content.
+        """
 
     def exclusive(self, handle: Handle) -> int:
         """Pages that only this handle protects: what `evictable` would grow by if it were unlocked now."""

@@ -40,7 +40,7 @@ def rollback(core: Core, record: InFlight) -> None:
                 core.pool.release(residents.truncate(row, count))
                 core.private -= count
     for live in returned:
-        core.leave(live, donate=False, valid=0)
+        core.leave(live, donate=False, valid=0, used=False)
         live.move(Cause.UNDO_ADMIT)
         live.cached = 0
     for row in record.late:

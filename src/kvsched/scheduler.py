@@ -20,9 +20,9 @@ from kvsched.config import SETTABLE, SchedulerConfig
 from kvsched.core import Core
 from kvsched.ending import end
 from kvsched.errors import (
+    CallbackFailed,
     ConfigError,
     DuplicateRequest,
-    HostError,
     InvalidRequest,
     OutOfOrder,
     ReentrantCall,
@@ -40,7 +40,7 @@ from kvsched.request import Cause, Finish, Request, State, whole
 from kvsched.results import check_result
 from kvsched.retraction import retract
 from kvsched.rollback import rollback
-from kvsched.snapshot import check, request_state, snapshot, stalled
+from kvsched.snapshot import check, max_servable, request_state, snapshot, stalled
 from kvsched.units import Pages, Tokens
 from kvsched.verdict import Accepted, Explanation, Refused
 
@@ -122,9 +122,14 @@ class Scheduler:
         return view
 
     @property
+    def ceiling(self) -> int:
+        """Pages that an otherwise empty pool can give to one request: usable pages less those pinned for good (law B2)."""
+        return self._core.ceiling()
+
+    @property
     def max_servable_tokens(self) -> int:
-        """Largest prompt + new tokens - 1, in slots, that one request can have now."""
-        return self._core.ceiling() * self._core.config.page_size
+        """Largest P + N - 1, in slots, that one request can have: what the pool holds, pins taken off, and the context limit."""
+        return max_servable(self._core)
 
     @property
     def stalled(self) -> bool:
@@ -378,6 +383,7 @@ class Scheduler:
         return f"{verb} goes {which} first: in flight are the plans of steps {plans}, not step {plan.step} next"
 
     def _deliver(self) -> None:
+        """Hand the events of a finished call to the sink, all of them, and only then say that one of them failed."""
         core = self._core
         events, core.events = core.events, []
         sink = core.sink
@@ -387,9 +393,9 @@ class Scheduler:
         for event in events:
             try:
                 sink.event(event)
-            except ReentrantCall:
-                raise
             except Exception as error:  # noqa: BLE001  # a foreign exception is translated at the seam
                 failed = failed or error
+        if isinstance(failed, ReentrantCall):
+            raise failed
         if failed is not None:
-            raise HostError(f"the event sink raised {failed!r}; the call itself was done and the scheduler is usable") from failed
+            raise CallbackFailed(f"the event sink raised {failed!r}; the call was done and the scheduler is usable") from failed

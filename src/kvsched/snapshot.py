@@ -38,8 +38,14 @@ def snapshot(core: Core, last: Plan | None) -> dict[str, Any]:
         "requests": {live.id: request_state(core, live) for live in core.lives.values()},
         "max_gap": {live.id: max_gap(core, live) for live in core.lives.values()},
         "totals": dict(core.totals),
-        "max_servable_tokens": core.ceiling() * core.config.page_size,
+        "max_servable_tokens": max_servable(core),
     }
+
+
+def max_servable(core: Core) -> int:
+    """Largest P + N - 1 of one request, in slots."""
+    slots, context = core.ceiling() * core.config.page_size, core.config.context_limit
+    return slots if context is None else min(slots, context - 1)
 
 
 def waiting_order(core: Core) -> list[str]:

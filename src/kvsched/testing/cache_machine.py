@@ -138,7 +138,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(set(pages)) == len(pages), f"a page was evicted twice: {pages}"
         order = type(self).order
         if order is not None:
-            due = self.model.victims(n, order)
+            due = self.model.victims(n, order, pages)
             assert set(pages) == due, f"evicted {sorted(pages)} where {sorted(due)} were due: {self.model.cells}"
         self.model.forget(pages)
         self.free += pages

@@ -6,7 +6,7 @@ shares no code with `kvsched.memory`; `kvsched.testing.cache_machine` runs both 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -136,12 +136,12 @@ class PlainCache:
         followed = {(namespace, tokens[: -self.page_size]) for namespace, tokens in self.cells}
         return [prefix for prefix, cell in self.cells.items() if not cell.holders and prefix not in followed]
 
-    def victims(self, n: int, order: Order) -> set[int]:
-        """The pages that evict(n) must return under `order`; nothing changes."""
+    def victims(self, n: int, order: Order, evicted: Collection[int] = ()) -> set[int]:
+        """The pages that evict(n) must return under `order`; nothing changes. Of equals, those in `evicted` are meant."""
         copy = attrs.evolve(self, cells=dict(self.cells))
         pages = set()
         for _ in range(min(n, self.evictable)):
-            victim = min(copy.leaves(), key=lambda prefix: order(copy.cells[prefix]))
+            victim = min(copy.leaves(), key=lambda prefix: (order(copy.cells[prefix]), copy.cells[prefix].page not in evicted))
             pages.add(copy.cells.pop(victim).page)
         return pages
 

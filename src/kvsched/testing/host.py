@@ -127,7 +127,7 @@ class CheckedHost:
         if any(a.id in ids or a.parent in ids for a in self.model.accounts.values()):
             self.refuses(DuplicateRequest, lambda: self.scheduler.submit(request))
             return
-        ceiling = self.scheduler.max_servable_tokens // self.page_size
+        ceiling = self.scheduler.ceiling
         law("D7 without pins the ceiling is the pool", self.pins or ceiling == self.pool.usable, ceiling, self.pool.usable)
         answer = self.scheduler.submit(request)
         self.model.submitted(request, answer, ceiling)
