@@ -13,7 +13,7 @@ from kvsched.memory.node import Node, Root
 
 SHORT = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None,
                  suppress_health_check=[HealthCheck.too_slow])
-LONG = settings(max_examples=1000, stateful_step_count=60, deadline=None, database=None, print_blob=True,
+LONG = settings(max_examples=400, stateful_step_count=60, deadline=None, database=None, print_blob=True,
                 suppress_health_check=[HealthCheck.too_slow])
 
 

@@ -123,7 +123,7 @@ class PagePool:
         """Unmark pages, or answer False and change nothing when one of them must not come back."""
         marks = self._marks
         for at, page in enumerate(pages):
-            if not self._reserved <= page < len(marks) or marks[page] < 0:
+            if not 0 <= page < len(marks) or marks[page] < 0:  # a reserved page is never marked
                 for earlier in pages[:at]:
                     marks[earlier] = 0
                 return False
