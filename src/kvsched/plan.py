@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvsched.request import Finish
+from kvsched.errors import InvalidRequest
+from kvsched.request import Finish, whole
 from kvsched.units import Ints, Tokens
 
 
@@ -183,19 +185,33 @@ class Outcome:
     ended: tuple[Ended, ...]
 
 
+def _count(_: Any, attribute: Any, value: Any) -> None:
+    whole(value, attribute.name, 0, none=True)
+
+
+def _ids(_: Any, attribute: Any, value: Any) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(key, str) for key in value):
+        raise InvalidRequest(f"{attribute.name} must be a tuple of ids, not {value!r}")
+
+
+def _time(_: Any, attribute: Any, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)):
+        raise InvalidRequest(f"{attribute.name} must be a finite number or None, not {value!r}")
+
+
 @attrs.frozen
 class Agreed:
     """What the ranks agreed for one step (law E2). One rank passes None.
 
     free_pages: the group's minimum of free + evictable pages at publication; allocations of the step are charged to it.
     admit: new requests that every rank can admit. aborts: ids to abort in this step on every rank.
-    now: the group's time, for policies that need one.
+    now: the group's time, for policies that need one. A malformed field raises `InvalidRequest` when the record is made.
     """
 
-    free_pages: int | None = None
-    admit: int | None = None
-    aborts: tuple[str, ...] = ()
-    now: float | None = None
+    free_pages: int | None = attrs.field(default=None, validator=_count)
+    admit: int | None = attrs.field(default=None, validator=_count)
+    aborts: tuple[str, ...] = attrs.field(default=(), validator=_ids)
+    now: float | None = attrs.field(default=None, validator=_time)
 
 
 @attrs.frozen
