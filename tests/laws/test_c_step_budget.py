@@ -1,0 +1,163 @@
+"""Law C4: the order in which a step's tokens are given out, turns of decodes, and the bounds of both waits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from loop import ask, chunks, make, pages, step, submit, why
+
+from kvsched import Scheduler, StepResult
+
+
+def test_c4_decodes_then_partial_prefills_then_new_requests() -> None:
+    sched = make(500, max_step_tokens=20, chunk_tokens=8)
+    submit(sched, ask("D", 4, 50), ask("A", 30, 1))
+    step(sched)
+    submit(sched, ask("B", 30, 1), ask("C", 30, 1))
+    plan = step(sched)
+    assert plan.decode_ids == ("D",)
+    assert chunks(plan) == [("A", 8, 8), ("B", 0, 8), ("C", 0, 3)]
+    assert chunks(step(sched)) == [("A", 16, 8), ("B", 8, 8), ("C", 3, 3)]
+
+
+def test_c4_decodes_are_charged_their_speculative_slots() -> None:
+    sched = make(500, max_step_tokens=20, lookahead_tokens=4)
+    submit(sched, ask("D", 4, 50), ask("E", 4, 50))
+    step(sched)
+    submit(sched, ask("A", 30, 1))
+    plan = sched.schedule()
+    assert plan.counts.tolist() == [5, 5, 10]
+
+
+def test_c4_a_chunk_is_not_rounded_to_pages() -> None:
+    sched = make(500, 16, max_step_tokens=21, chunk_tokens=10)
+    submit(sched, ask("A", 30, 1), ask("B", 30, 1), ask("C", 30, 1))
+    assert chunks(step(sched)) == [("A", 0, 10), ("B", 0, 10), ("C", 0, 1)]
+
+
+@pytest.mark.parametrize(("running_now", "budget", "lookahead"), [(5, 2, 0), (6, 3, 0), (7, 3, 0), (5, 4, 1), (4, 1, 0)])
+def test_c4_decodes_take_turns(running_now: int, budget: int, lookahead: int) -> None:
+    """When they exceed the budget, no gap is longer than ceil(running / those that fit in a step)."""
+    sched = make(5000, lookahead_tokens=lookahead, max_step_tokens=5000)
+    keys = [f"R{index}" for index in range(running_now)]
+    submit(sched, *(ask(key, 4, 200) for key in keys))
+    step(sched)
+    sched.set_limits(max_step_tokens=budget)
+    fit = budget // (1 + lookahead)
+    gap = math.ceil(running_now / fit)
+    for _ in range(6 * gap):
+        plan = sched.schedule()
+        assert len(plan.decode_ids) == fit
+        sched.commit(plan, StepResult(tokens=[[7] * (1 + lookahead)] * len(plan)))
+    gaps = sched.snapshot()["max_gap"]
+    assert set(gaps) == set(keys)
+    assert max(gaps.values()) == gap
+
+
+def test_c4_the_least_recently_served_goes_first() -> None:
+    sched = make(500, max_step_tokens=500)
+    submit(sched, *(ask(key, 4, 20) for key in "ABCDE"))
+    step(sched)
+    sched.set_limits(max_step_tokens=2)
+    served = ["".join(step(sched).decode_ids) for _ in range(5)]
+    assert served == ["AB", "CD", "AE", "BC", "AD"]  # A and E were both served in the third step: by admission
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_c4_decode_every_bounds_the_gap(every: int) -> None:
+    """A long prefill takes whole steps, and in every third of them the decode goes first (case C42 for 1)."""
+    sched = make(5000, max_step_tokens=10, decode_every=every)
+    submit(sched, ask("D", 4, 100))
+    step(sched)
+    submit(sched, ask("L", 200, 1))
+    given = [len(step(sched).decode_ids) for _ in range(18)]
+    assert sched.snapshot()["max_gap"]["D"] == every
+    assert sum(given) == 18 // every
+
+
+def _never_ending(grant: int | None) -> tuple[Scheduler, int]:
+    """A batch of decodes that takes the whole budget, and a prompt of 14 chunks beside it (case C43)."""
+    sched = make(3200, max_step_tokens=10, chunk_tokens=10, prefill_grant=grant)
+    submit(sched, *(ask(f"D{index}", 1, 300) for index in range(10)))
+    step(sched)
+    submit(sched, ask("L", 140, 1))
+    for count in range(1, 200):
+        step(sched)
+        if "L" not in sched.snapshot()["requests"]:
+            return sched, count
+    return sched, 0
+
+
+def test_c4_a_grant_bounds_the_wait_of_a_prefill() -> None:
+    """A chunk in every eighth step at the latest: the first token within 14 x 8 = 112."""
+    sched, steps = _never_ending(8)
+    assert 0 < steps <= 112
+    assert max(sched.snapshot()["max_gap"].values()) == 2  # all ten were served in every step but that one
+
+
+def test_c4_without_a_grant_decodes_always_go_first() -> None:
+    assert _never_ending(None)[1] == 0
+
+
+def test_c4_the_grant_goes_first_and_the_decode_bound_is_one_step_longer() -> None:
+    """Ten decodes at a budget of 5 take turns with a gap of 2; with a grant of its whole budget due it is 3, never more."""
+    sched = make(1500, max_step_tokens=10, chunk_tokens=10, prefill_grant=3)
+    submit(sched, *(ask(f"D{index}", 1, 100) for index in range(10)))
+    step(sched)
+    submit(sched, ask("L", 400, 1))
+    sched.set_limits(max_step_tokens=5)
+    firsts = []
+    for _ in range(30):
+        plan = step(sched)
+        firsts.append(plan.counts.tolist() == [5] and plan.decodes == 0)
+    grants = [index for index, first in enumerate(firsts) if first]
+    assert {after - before for before, after in itertools.pairwise(grants)} == {3}
+    assert max(sched.snapshot()["max_gap"].values()) == 3
+
+
+def test_c4_a_prefill_that_ends_leaves_its_place_in_the_same_step() -> None:
+    sched = make(500, max_step_tokens=40, chunk_tokens=20, max_partial_prefills=1)
+    submit(sched, ask("A", 50, 1), ask("B", 50, 1))
+    assert chunks(step(sched)) == [("A", 0, 20)]
+    assert why(sched, "B") == ("partial_prefill_limit", None)
+    assert chunks(step(sched)) == [("A", 20, 20)]
+    assert chunks(step(sched)) == [("A", 40, 10), ("B", 0, 20)]
+
+
+def test_c4_a_prefill_that_would_end_needs_no_place() -> None:
+    sched = make(500, max_step_tokens=40, chunk_tokens=20, max_partial_prefills=1)
+    submit(sched, ask("A", 50, 1), ask("B", 21, 1), ask("C", 20, 1))
+    assert chunks(step(sched)) == [("A", 0, 20), ("C", 0, 20)]
+    assert why(sched, "B") == ("partial_prefill_limit", None)
+
+
+def test_c4_the_long_cap_is_off_when_alone() -> None:
+    sched = make(500, max_step_tokens=40, long_prefill_tokens=15)
+    submit(sched, ask("A", 100, 1))
+    assert chunks(step(sched)) == [("A", 0, 40)]
+    submit(sched, ask("B", 30, 1))
+    assert chunks(step(sched)) == [("A", 40, 15), ("B", 0, 15)]
+    assert chunks(step(sched)) == [("A", 55, 15), ("B", 15, 15)]
+    assert chunks(step(sched)) == [("A", 70, 30)]
+
+
+@pytest.mark.parametrize(("decodes", "left"), [(10, 30), (39, 1)])
+def test_c4_a_chunk_is_no_longer_than_the_pages_there_are(decodes: int, left: int) -> None:
+    """40 pages are free and promised to A, and decodes that grow beyond their estimate take some: A's chunk shrinks (case C41)."""
+    sched = make(decodes + 80, chunk_tokens=40, conservativeness=0)
+    submit(sched, *(ask(f"D{index}", 1, 9) for index in range(decodes)), ask("A", 80, 1))
+    step(sched)
+    assert pages(sched)[0] == 40
+    plan = step(sched)
+    assert (plan.decodes, chunks(plan)) == (decodes, [("A", 40, left)])
+
+
+def test_c4_a_chunk_without_a_page_is_parked() -> None:
+    sched = make(120, chunk_tokens=40, conservativeness=0)
+    submit(sched, *(ask(f"D{index}", 1, 9) for index in range(40)), ask("A", 80, 1))
+    step(sched)
+    plan = sched.schedule()
+    assert (plan.decodes, chunks(plan), plan.retracted) == (40, [], ())
+    assert why(sched, "A") == ("pages", 1)
