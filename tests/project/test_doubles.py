@@ -33,6 +33,8 @@ DOUBLES: dict[str, str] = {
     "src/kvsched/sim/replay.py:ConstantExecutor": "Executor",
     "tests/sim/test_replay.py:PerRow": "CostModel",
     "tests/test_cases.py:Ear": "EventSink",
+    "tests/laws/test_d_cache.py:Ear": "EventSink",
+    "tests/test_bad_input.py:Meddler": "EventSink",
 }
 """Every class of tests/, of kvsched.testing and of the simulator that is put in the place of a real object: where it
 stands, and what it stands in for. A class that looks like one and is missing here fails the search below."""
