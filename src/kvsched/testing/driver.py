@@ -140,6 +140,7 @@ def random_call(rng: Random, host: CheckedHost, texts: list[list[int]]) -> Call:
         "run": 5 if host.in_flight else 0,
         "rollback": 5 if host.in_flight else 0,
         "abort": 4,
+        "abort_all": 0.3,
         "pause": 1.2,
         "resume": 20 if host.model.paused else 0.3,
         "flush": 1,
@@ -157,7 +158,8 @@ def random_call(rng: Random, host: CheckedHost, texts: list[list[int]]) -> Call:
     bits = rng.getrandbits(8) & rng.getrandbits(8) if rng.random() < 0.12 else 0
     other = rng.getrandbits(8) & rng.getrandbits(8) if rng.random() < 0.12 else 0
     arguments: dict[str, Callable[[], dict[str, Any]]] = {
-        "schedule": lambda: rng.choice([{}] * 12 + [{"admit": rng.randint(0, 2)}, {"aborts": (some,)}]),
+        "schedule": lambda: rng.choice([{}] * 12 + [{"admit": rng.randint(0, 2)}, {"aborts": (some,)},
+                                       {"free_pages": rng.randint(0, host.pool.usable)}]),
         "commit": lambda: {"failed": bits, "finished": other},
         "abort": lambda: {"name": rng.choice([some, some.split("/", maxsplit=1)[0]])},
         "pause": lambda: {"mode": rng.choice(["retract", "hold"])},

@@ -30,7 +30,7 @@ from kvsched.protocols import EventSink, Pool, TreeCache
 from kvsched.request import Finish, Namespace, Request
 from kvsched.testing.executor import SimulatedExecutor
 from kvsched.testing.model import Account, PlainModel, law
-from kvsched.units import aligned, pages_for
+from kvsched.units import aligned, pages_for, reusable
 
 
 def _pool(pages: int, page_size: int) -> Pool:
@@ -147,12 +147,24 @@ class CheckedHost:
             self.executor.end(one)
         self._touched()
 
-    def schedule(self, admit: int | None = None, aborts: tuple[str, ...] = ()) -> None:
-        """Make a plan, unless as many as allowed are in flight."""
+    def abort_all(self) -> None:
+        """Abort everything that lives."""
+        names = list(self.model.accounts)
+        gone = self.scheduler.abort_all()
+        law("abort_all says how many", gone == len(names), gone, names)
+        for name in names:
+            self.model.abort_of(name, did=True)
+            self.executor.end(name)
+        self._touched()
+
+    def schedule(self, admit: int | None = None, aborts: tuple[str, ...] = (), free_pages: int | None = None) -> None:
+        """Make a plan, unless as many as allowed are in flight. The arguments are what the ranks agreed on."""
         if len(self.in_flight) >= self.model.config.max_in_flight:
             return
-        before, again = self.state, self._again
-        agreed = Agreed(admit=admit, aborts=aborts) if admit is not None or aborts else None
+        before, again, hits = self.state, self._again, self._hits()
+        agreed = None
+        if admit is not None or aborts or free_pages is not None:
+            agreed = Agreed(admit=admit, aborts=aborts, free_pages=free_pages)
         plan = self.scheduler.schedule(agreed)
         self.in_flight.append(_InFlight(plan))
         for name in aborts:
@@ -166,12 +178,35 @@ class CheckedHost:
         self.executor.receive(plan, self.scheduler.block_table)
         self.state = self.scheduler.snapshot()
         waiting = {name: self.state["requests"][name]["wait_reason"] for name in self.state["waiting"]}
-        self.model.scheduled(plan, waiting, admit)
+        if free_pages is not None and not aborts and not plan.retracted:
+            taken = before["free"] + before["cached"] - self.state["free"] - self.state["cached"]
+            law("E1 no more is taken than every rank has", taken <= free_pages, taken, free_pages)
+        self.model.scheduled(plan, waiting, admit, free_pages)
+        self._cache_use(plan, hits)
         self.verify()
         if again is not None and agreed is None:
             law("a rolled back plan is made again", again == _essence(plan), again, _essence(plan))
         self._again = None
         self._before = before if agreed is None else None
+
+    def _hits(self) -> dict[str, int]:
+        """Tokens that the cache could serve to each waiting request now (D1, D2)."""
+        waiting = [a for a in self.model.accounts.values() if not a.resident]
+        found = {}
+        for account in waiting:
+            text = np.array(account.text, np.int32)
+            most = reusable(len(text), self.page_size)
+            found[account.id] = min(self.cache.match(account.request.space, text), most) if account.request.cache_read else 0
+        return found
+
+    def _cache_use(self, plan: Plan, hits: Mapping[str, int]) -> None:
+        if plan.evicted and not plan.retracted:
+            law("D5 eviction takes exactly the shortfall", self.state["free"] == 0, plan.evicted, self.state["free"])
+        if plan.retracted or plan.evicted:
+            return
+        for chunk in plan.prefill:
+            if chunk.id in plan.admitted:
+                law("D1 a hit is the longest there is", chunk.start == hits[chunk.id], chunk.id, chunk.start, hits[chunk.id])
 
     def run(self) -> None:
         """Run the oldest plan that has not run, without committing it."""
@@ -456,7 +491,11 @@ class CheckedHost:
         state = self.state
         quiet = {key: state[key] for key in ("private", "quarantined", "outstanding", "reserved", "running", "waiting")}
         law("A1 everything comes back", not any(quiet.values()), quiet)
-        law("A1 only pins stay locked", self.pins or state["locked"] == 0, state["locked"])
+        limit = self.model.config.pin_limit_pages or 0
+        law("A1 only pins stay locked", state["locked"] <= (limit if self.pins else 0), state["locked"], limit)
+        for name in {*self.stops, *(name.rsplit("/", maxsplit=1)[0] for name in self.stops)}:
+            self.unpin(name)
+        law("D7 pins are given back", self.state["locked"] == 0, self.state["locked"])
         for kept in self.kept:
             handle = self.cache.lock(kept.space, np.array(kept.tokens, np.int32))
             tokens, pages = kept.tokens[: handle.length], handle.pages

@@ -66,10 +66,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.do("submit", **fields)
 
     @precondition(lambda self: len(self._host.in_flight) < self._host.model.config.max_in_flight)
-    @rule(admit=st.sampled_from([None] * 9 + [0, 1]))
-    def schedule(self, admit: int | None) -> None:
+    @rule(admit=st.sampled_from([None] * 9 + [0, 1]), free_pages=st.sampled_from([None] * 9 + [0, 3]))
+    def schedule(self, admit: int | None, free_pages: int | None) -> None:
         """A plan."""
-        self.do("schedule", admit=admit)
+        self.do("schedule", admit=admit, free_pages=free_pages)
 
     @precondition(lambda self: self._host.in_flight)
     @rule()
@@ -101,6 +101,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A live, ended or unknown id, or a parent of children."""
         names = sorted({*self._live, *(a.parent for a in self._host.model.accounts.values()), "r0", "nobody"})
         self.do("abort", name=data.draw(st.sampled_from(names)))
+
+    @rule()
+    def abort_all(self) -> None:
+        """Everything that lives."""
+        self.do("abort_all")
 
     @rule(mode=st.sampled_from(["hold", "retract"]))
     def pause(self, mode: str) -> None:

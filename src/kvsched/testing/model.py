@@ -7,6 +7,7 @@ right at a glance. A broken law raises `ModelViolation`, which names it as DESIG
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -231,8 +232,8 @@ class PlainModel:
 
     # -- plans ----------------------------------------------------------------------------------------------------------
 
-    def scheduled(self, plan: Plan, waiting: Mapping[str, str | None], admit: int | None = None) -> None:
-        """Take a plan. `waiting`: wait reason of each waiting request after this pass."""
+    def scheduled(self, plan: Plan, waiting: Mapping[str, str | None], admit: int | None = None, free_pages: int | None = None) -> None:
+        """Take a plan. `waiting`: wait reason of each waiting request after this pass; the others: what the ranks agreed on."""
         self.step += 1
         law("steps are numbered", plan.step == self.step, plan.step, self.step)
         decodable = [a for a in self.order if self._decodable(a)]
@@ -244,8 +245,14 @@ class PlainModel:
         self._rows(plan, frame)
         self.frames.append(frame)
         self._limits(plan)
-        self._status(plan, admit)
+        self._status(plan, agreed=admit is not None or free_pages is not None)
+        self.disturbed = self.disturbed or admit is not None or free_pages is not None
         self._bounds(plan, decodable, parked)
+        for name, reason in waiting.items():
+            account = self.accounts[name]
+            if self.paused or not account.ready:
+                law("the first reason counts", reason == ("paused" if self.paused else "host"), name, reason)
+            law("running_limit means that the places are taken", reason != "running_limit" or len(self.order) >= self.config.max_running, name)
         self.overtaken = {name for name, reason in waiting.items() if reason == "adapter_limit"}
         self.evicted += plan.evicted
         self.idle_steps, self.idle_most = (self.idle_steps + 1, self.idle_most + 1) if self.accounts else (0, 0)
@@ -319,19 +326,27 @@ class PlainModel:
                 mine = (account.request.priority, account.arrival) if account.retractions else (account.request.priority,)
                 passed = other.resident or first > mine or waiting.get(other.id) in stepped_over
                 law("C2 retracted ones resume first", passed, account.id, "was admitted before", other.id, waiting.get(other.id))
-        if self.config.order == "fcfs" and not account.retractions:
+        if self.config.order in ("fcfs", "priority") and not account.retractions:
             for other in others:
-                if other.arrival > account.arrival or other.retractions:
+                if self._rank(other) > self._rank(account) or other.retractions:
                     continue
                 better = account.request.priority < other.request.priority
                 between = any(a.retractions for a in self.accounts.values())  # better than a retracted one, which goes before the other
                 if not other.ready or (better and (self.config.preempt_priority or between)):
                     continue
-                behind = other.id in self.overtaken and account.request.adapter is not None
+                passed = waiting.get(other.id) in stepped_over or self._no_adapter_for(other)
+                behind = other.id in self.overtaken and account.request.adapter is not None and waiting.get(other.id) != "shared_prefill"
                 law("B10 overtaken in one pass only", not behind, account.id, "passed", other.id)
-                passed = waiting.get(other.id) in stepped_over
                 if self.config.head == "strict":
-                    law("strict fcfs", passed, account.id, "was admitted before", other.id, "which waits for", waiting.get(other.id))
+                    law(f"strict {self.config.order}", passed, account.id, "was admitted before", other.id, "which waits for", waiting.get(other.id))
+
+    def _no_adapter_for(self, account: Account) -> bool:
+        active = {a.request.adapter for a in self.order} - {None}
+        most = self.config.max_adapters
+        return most is not None and account.request.adapter not in active | {None} and len(active) >= most
+
+    def _rank(self, account: Account) -> tuple[int, int]:
+        return (account.request.priority if self.config.order == "priority" else 0, account.arrival)
 
     def _rows(self, plan: Plan, frame: _Frame) -> None:
         for i, name in enumerate(plan.ids):
@@ -384,7 +399,7 @@ class PlainModel:
         if config.max_partial_prefills is not None and plan:
             law("max_partial_prefills", len(parked) <= config.max_partial_prefills, parked)
 
-    def _status(self, plan: Plan, admit: int | None) -> None:
+    def _status(self, plan: Plan, *, agreed: bool) -> None:
         law("status RUN iff rows", (plan.status is Status.RUN) == (len(plan) > 0), plan.status, len(plan))
         if plan:
             return
@@ -393,7 +408,7 @@ class PlainModel:
             return
         busy = any(f.plan for f in self.frames)
         law("an empty plan says whether it waits for a commit", plan.status is not Status.IN_FLIGHT or len(self.frames) > 1, plan.status)
-        free_to_go = not (busy or self.paused or self.holds or admit is not None) and all(a.ready for a in self.accounts.values())
+        free_to_go = not (busy or self.paused or self.holds or agreed) and all(a.ready for a in self.accounts.values())
         law("C3 with nothing in flight, held or paused, something runs", not free_to_go, plan.status, list(self.accounts))
 
     def _bounds(self, plan: Plan, decodable: Sequence[Account], parked: Sequence[str]) -> None:
@@ -592,7 +607,7 @@ class PlainModel:
         law("every other live request waits, once", set(listed) == waiting and len(listed) == len(waiting), listed, waiting)
         owed = sum(max(a.target - a.next, 0) for a in self.order)
         law("B6 ledger conservation", state["outstanding"] == owed, state["outstanding"], owed)
-        self._check_requests(state["requests"])
+        self._check_requests(state["requests"], state["max_gap"])
         self._check_totals(state["totals"])
         self._check_reserved(state)
         law("C1 the ratio stays in bounds", 0 <= state["ratio"] <= 1, state["ratio"])
@@ -603,7 +618,7 @@ class PlainModel:
         elif self.idle_steps > self.config.stall_steps:
             law("F1 stalled when nothing moved", state["stalled"], self.idle_steps)
 
-    def _check_requests(self, listed: Mapping[str, Mapping[str, Any]]) -> None:
+    def _check_requests(self, listed: Mapping[str, Mapping[str, Any]], gaps: Mapping[str, int]) -> None:
         law("requests lists the live ones", set(listed) == set(self.accounts), set(listed) ^ set(self.accounts))
         for name, account in self.accounts.items():
             entry = listed[name]
@@ -612,6 +627,7 @@ class PlainModel:
             law("C26 nothing emitted is lost or repeated", entry["generated"] == len(account.tokens), name, entry, len(account.tokens))
             law("retractions", entry["retractions"] == account.retractions or account.unsure, name, entry, account.retractions)
             law("waited_steps", entry["waited_steps"] >= 0, name, entry)
+            law("max_gap", gaps[name] == account.gap, name, gaps[name], account.gap)
             if not account.resident:
                 law("a waiting request holds nothing", entry["pages"] == 0, name, entry)
                 continue
@@ -636,8 +652,13 @@ class PlainModel:
             return
         guaranteed = self.config.admission == "guaranteed"
         held = {name: entry["pages"] for name, entry in state["requests"].items()}
-        if guaranteed:
-            promised = sum(max(pages_for(a.total, self.config.page_size) - held[a.id], 0) for a in self.order)
+        promised = 0
+        for account in self.order:
+            base = max(account.target, account.filled)
+            rest = account.total - base
+            estimate = rest if guaranteed else min(math.ceil(state["ratio"] * rest), self.config.clip_new_tokens)
+            promised += max(pages_for(base + min(rest, estimate), self.config.page_size) - held[account.id], 0)
+        if guaranteed or not self.frames:
             law("B3 reserved", state["reserved"] == promised, state["reserved"], promised)
-            if not self.frames:  # a plan in flight may lock pages of a request that ended
-                law("B4 what is promised can be funded", promised <= state["free"] + state["cached"], promised, state["free"], state["cached"])
+        if guaranteed and not self.frames:  # a plan in flight may lock pages of a request that ended
+            law("B4 what is promised can be funded", promised <= state["free"] + state["cached"], promised, state["free"], state["cached"])
