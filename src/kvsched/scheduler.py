@@ -137,7 +137,11 @@ class Scheduler:
         return stalled(self._core)
 
     def has_work(self) -> bool:
-        """Whether anything is queued, resident or in flight. O(1)."""
+        """Whether anything is queued, resident or in flight. O(1).
+
+        A plan in flight is work too, an empty one included. An empty plan from schedule() says that nothing can start
+        before something else happens, so a host that keeps two plans in flight commits all of them before it asks again.
+        """
         return bool(self._core.lives or self._core.in_flight)
 
     def explain(self, key: str) -> Explanation:
