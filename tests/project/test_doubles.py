@@ -32,6 +32,7 @@ DOUBLES: dict[str, str] = {
     "src/kvsched/testing/host.py:_Ear": "EventSink",
     "src/kvsched/sim/replay.py:ConstantExecutor": "Executor",
     "tests/sim/test_replay.py:PerRow": "CostModel",
+    "tests/core/test_orders.py:Look": "View",
     "tests/test_cases.py:Ear": "EventSink",
     "tests/laws/test_d_cache.py:Ear": "EventSink",
     "tests/test_bad_input.py:Meddler": "EventSink",
