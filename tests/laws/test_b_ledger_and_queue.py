@@ -186,6 +186,18 @@ def test_b9_a_resident_in_no_batch_is_a_resident() -> None:
     assert running(sched) == ["A", "B"]
 
 
+def test_b9_a_resident_in_no_batch_keeps_its_place() -> None:
+    """R's last token is in flight: the next plan names nobody, and R's place is not C's before its commit."""
+    sched = make(100, max_in_flight=2, max_running=1)
+    submit(sched, ask("R", 5, 1), ask("C", 5, 1))
+    one, two = sched.schedule(), sched.schedule()
+    assert (one.ids, two.ids) == (("R",), ())
+    assert why(sched, "C") == ("running_limit", 1)
+    sched.commit(one, StepResult(tokens=[7]))
+    sched.commit(two, StepResult(tokens=[]))
+    assert step(sched).admitted == ("C",)
+
+
 def test_b9_a_resident_in_no_batch_keeps_its_adapter_and_its_promise() -> None:
     sched = make(60, chunk_tokens=5, max_adapters=1, max_step_tokens=5)
     submit(sched, ask("A", 20, 1, adapter="a"), ask("B", 20, 1, adapter="a"))

@@ -142,16 +142,15 @@ def test_b3_the_match_is_taken_off(free: int, admitted: tuple[str, ...]) -> None
     assert why(sched, "C") == ((None, None) if admitted else ("pinned_pages", 1))
 
 
-def test_b3_sums_are_of_pages() -> None:
+@pytest.mark.parametrize("admission", ["guaranteed", "expected"])
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_b3_sums_are_of_pages(admission: str, chunk: int | None) -> None:
     """Page 16, three times 17 tokens: 2 pages each are 6, where 51 tokens would be 4."""
-    sched = make(5, 16, admission="guaranteed")
+    sched = make(5, 16, admission=admission, chunk_tokens=chunk, conservativeness=0)
     submit(sched, ask("A", 17, 1), ask("B", 17, 1), ask("C", 17, 1))
     assert step(sched).admitted == ("A", "B")
-    sched = make(5, 16, admission="guaranteed", chunk_tokens=1)
-    submit(sched, ask("A", 17, 1), ask("B", 17, 1), ask("C", 17, 1))
-    step(sched)
-    assert running(sched) == ["A", "B"]
-    assert sched.snapshot()["reserved"] == 2
+    if chunk is not None:
+        assert sched.snapshot()["reserved"] == 2
 
 
 def test_b3_submit_judges_at_ratio_one_with_nothing_held() -> None:

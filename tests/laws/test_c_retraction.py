@@ -284,15 +284,15 @@ def test_c2_a_step_that_retracted_admits_nobody() -> None:
 
 
 def test_c2_what_a_victim_computed_stays_in_the_tree() -> None:
-    """Page 4, 8 pages. B is retracted with 8 tokens in 2 pages: they are cached, and its resume computes what is new."""
+    """Page 4. B is retracted with 8 + 5 slots: three whole pages are cached, and its resume computes what is behind them."""
     sched = make(16, 4, cache=True, chunk_tokens=100)
     submit(sched, ask("B", 8, 9))
-    step(sched, 2)
+    step(sched, 6)
     sched.pause("retract")
-    assert pages(sched) == (14, 2, 0, 0, 0)
+    assert pages(sched) == (13, 3, 0, 0, 0)
     sched.resume()
-    assert chunks(step(sched)) == [("B", 8, 2)]
-    assert totals(sched, "recomputed_tokens") == 1  # the ninth was computed before, the tenth was not
+    assert chunks(step(sched)) == [("B", 12, 2)]
+    assert totals(sched, "recomputed_tokens") == 1  # the thirteenth was computed before, the fourteenth was not
 
 
 def test_c2_c27_they_collide_once() -> None:
@@ -328,3 +328,23 @@ def test_c3_some_request_can_always_run_to_its_end(admission: str, cache: bool) 
             sched.commit(plan, StepResult(tokens=[7] * len(plan)))
         assert not sched.has_work(), (shapes, sched.snapshot())
         assert totals(sched, "emitted") == sum(new for _, new in shapes)
+
+
+def test_c3_two_known_lengths_whose_prompts_are_chunked() -> None:
+    """6 slots. A: 1 + 4, B: 3 + 2, four slots each, peak 6. In chunks of one they would meet at 3 and 3: one of them waits."""
+    sched = make(6, admission="guaranteed", chunk_tokens=1)
+    submit(sched, ask("A", 1, 4, ignore_eos=True), ask("B", 3, 2, ignore_eos=True))
+    assert step(sched).admitted == ("A", "B")
+    drain(sched, 20)
+    assert (totals(sched, "emitted"), totals(sched, "retractions")) == (6, 0)
+
+
+def test_c3_a_decode_does_not_take_the_page_that_lets_another_end() -> None:
+    """6 slots. A: 4 + 1 with one token left to compute, B: 2 + 3 with two. One slot is free: it is A's."""
+    sched = make(6, admission="guaranteed", chunk_tokens=3)
+    submit(sched, ask("A", 4, 1, ignore_eos=True), ask("B", 2, 3, ignore_eos=True))
+    assert step(sched).admitted == ("A", "B")
+    assert pages(sched)[0] == 1
+    assert step(sched).ids == ("A",)
+    drain(sched, 20)
+    assert (totals(sched, "emitted"), totals(sched, "retractions")) == (4, 0)

@@ -35,6 +35,7 @@ def test_c4_a_chunk_is_not_rounded_to_pages() -> None:
     sched = make(500, 16, max_step_tokens=21, chunk_tokens=10)
     submit(sched, ask("A", 30, 1), ask("B", 30, 1), ask("C", 30, 1))
     assert chunks(step(sched)) == [("A", 0, 10), ("B", 0, 10), ("C", 0, 1)]
+    assert chunks(step(sched)) == [("A", 10, 10), ("B", 10, 10), ("C", 1, 1)]
 
 
 @pytest.mark.parametrize(("running_now", "budget", "lookahead"), [(5, 2, 0), (6, 3, 0), (7, 3, 0), (5, 4, 1), (4, 1, 0)])
@@ -115,6 +116,16 @@ def test_c4_the_grant_goes_first_and_the_decode_bound_is_one_step_longer() -> No
     grants = [index for index, first in enumerate(firsts) if first]
     assert {after - before for before, after in itertools.pairwise(grants)} == {3}
     assert max(sched.snapshot()["max_gap"].values()) == 3
+
+
+def test_c4_after_a_grant_that_put_decodes_off_decodes_go_first() -> None:
+    """Five decodes and a chunk of five at a budget of five, with a grant due in every step: they alternate."""
+    sched = make(500, max_step_tokens=5, prefill_grant=1)
+    submit(sched, *(ask(f"D{index}", 1, 50) for index in range(5)))
+    step(sched)
+    submit(sched, ask("L", 100, 1))
+    assert [step(sched).decodes for _ in range(7)] == [0, 5, 0, 5, 0, 5, 0]
+    assert max(sched.snapshot()["max_gap"].values()) == 2
 
 
 def test_c4_a_prefill_that_ends_leaves_its_place_in_the_same_step() -> None:

@@ -264,7 +264,7 @@ def test_d7_a_pin_lowers_the_ceiling_until_its_owner_lets_go() -> None:
 
 
 def test_d7_two_owners_pin_one_page_until_both_let_go() -> None:
-    sched = make(100, 4, cache=True, pin_limit_pages=20)
+    sched = make(100, 4, cache=True, pin_limit_pages=15)
     submit(sched, ask("X", 41, 1, first=0, pin=10))
     step(sched)
     submit(sched, ask("Y", 41, 1, first=0, pin=10))
