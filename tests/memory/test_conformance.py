@@ -209,6 +209,13 @@ class TouchesOnMatch(QuietCache):
         return handle.length
 
 
+class CountsEveryLook(QuietCache):
+    """A handle that was not used counts as a use."""
+
+    def unlock(self, handle: Handle, used: bool = True) -> None:
+        super().unlock(handle, used=True)
+
+
 class JoinsNamespaces(QuietCache):
     """A namespace becomes a string."""
 
@@ -253,7 +260,7 @@ class NeverGrows(QuietCache):
 
 CACHE_FAULTS: list[type[RadixCache]] = [
     EvictsLess, EvictsWholeLeaves, EvictsTheLocked, ForgetsTheFront, UnlocksByPresentShape, UnlocksOnceMore, SkipsTheNodeItself,
-    TouchesOnMatch, JoinsNamespaces, KeepsBoth, AlwaysAdopts, CountsTheWholePath, NeverGrows,
+    TouchesOnMatch, CountsEveryLook, JoinsNamespaces, KeepsBoth, AlwaysAdopts, CountsTheWholePath, NeverGrows,
 ]
 
 

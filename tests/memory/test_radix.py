@@ -43,7 +43,7 @@ class TestNullCache(NullCacheConformance):
 
 
 def test_random_calls_against_the_model() -> None:
-    """The other policies run in test_eviction.py, with priorities and pins too."""
+    """The other policies run in test_eviction.py, with pins too."""
     run_state_machine_as_test(cache_machine(RadixCache, ORDERS["lru"]), settings=SHORT)
 
 

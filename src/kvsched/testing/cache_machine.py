@@ -62,18 +62,16 @@ class CacheMachine(RuleBasedStateMachine):
         size = self.model.page_size
         return [token for page in shape[0] for token in [*[7] * (size - 1), page]] + [7] * min(shape[1], size - 1)
 
-    # What a subclass may do otherwise, for caches that take more than the protocol says.
-
-    def lock_both(self, namespace: Hashable, tokens: list[int]) -> tuple[Handle, PlainHandle]:
+    def lock_both(self, namespace: Hashable, tokens: list[int], priority: int = 0) -> tuple[Handle, PlainHandle]:
         """Lock in the cache and in the model."""
         self.settled = False
-        return self.cache.lock(namespace, tokens_of(tokens)), self.model.lock(namespace, tokens)
+        return self.cache.lock(namespace, tokens_of(tokens), priority), self.model.lock(namespace, tokens, priority)
 
-    def unlock_both(self, handle: Handle, plain: PlainHandle) -> None:
+    def unlock_both(self, handle: Handle, plain: PlainHandle, used: bool = True) -> None:
         """Unlock in both."""
         self.settled = False
-        self.cache.unlock(handle)
-        self.model.unlock(plain)
+        self.cache.unlock(handle, used)
+        self.model.unlock(plain, used)
 
     @rule(namespace=st.sampled_from(NAMESPACES), shape=shapes)
     def match(self, namespace: Hashable, shape: Shape) -> None:
@@ -82,9 +80,9 @@ class CacheMachine(RuleBasedStateMachine):
         got = self.cache.match(namespace, tokens_of(tokens))
         assert got == self.model.match(namespace, tokens), f"match of {tokens} is {got}"
 
-    @rule(namespace=st.sampled_from(NAMESPACES), shape=shapes)
-    def lock(self, namespace: Hashable, shape: Shape) -> None:
-        self.live.append(self.lock_both(namespace, self.prompt(shape)))
+    @rule(namespace=st.sampled_from(NAMESPACES), shape=shapes, priority=st.integers(-1, 1))
+    def lock(self, namespace: Hashable, shape: Shape, priority: int) -> None:
+        self.live.append(self.lock_both(namespace, self.prompt(shape), priority))
 
     @precondition(lambda self: self.live)
     @rule(at=st.integers(0, 99), shape=shapes, adopt=st.booleans())
@@ -103,19 +101,19 @@ class CacheMachine(RuleBasedStateMachine):
         assert (None if got is None else got.tolist()) == want, f"extend by {tokens} on pages {own} answered {got}, expected {want}"
         self.free += [page for page in own if want is None or page not in want]
 
-    @rule(namespace=st.sampled_from(NAMESPACES), shape=shapes)
-    def run_a_request(self, namespace: Hashable, shape: Shape) -> None:
+    @rule(namespace=st.sampled_from(NAMESPACES), shape=shapes, priority=st.integers(-1, 1))
+    def run_a_request(self, namespace: Hashable, shape: Shape, priority: int) -> None:
         """Lock, insert and unlock in one go: what fills a tree."""
         tokens = self.prompt(shape)
-        handle, plain = self.lock_both(namespace, tokens)
+        handle, plain = self.lock_both(namespace, tokens, priority)
         self.insert(handle, plain, tokens[handle.length :])
         self.unlock_both(handle, plain)
 
     @precondition(lambda self: self.live)
-    @rule(at=st.integers(0, 99))
-    def unlock(self, at: int) -> None:
+    @rule(at=st.integers(0, 99), used=st.sampled_from([True, True, False]))
+    def unlock(self, at: int, used: bool) -> None:
         handle, plain = self.live.pop(at % len(self.live))
-        self.unlock_both(handle, plain)
+        self.unlock_both(handle, plain, used)
         refused(InvalidHandle, lambda: self.cache.unlock(handle))
         refused(InvalidHandle, lambda: self.cache.exclusive(handle))
         refused(InvalidHandle, lambda: self.cache.extend(handle, tokens_of([]), pages_of()))

@@ -14,7 +14,7 @@ not: random calls (`kvsched.testing.cache_machine`), and which content an evicti
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -139,17 +139,24 @@ class CacheConformance(_Made):
             cache.match("unknown", prompt)
             assert (self.fingerprint(cache), counts(cache), held.pages.tolist()) == before
 
+    def forgotten_after(self, look: Callable[[TreeCache], object]) -> list[list[int]]:
+        """What a cache forgets, page by page, when somebody took a look at its oldest content before."""
+        cache = self.make(1)
+        for turn in range(4):
+            self.keep(cache, tokens_of([turn, 10, 11]), 10 * turn)
+        for _ in range(5):
+            look(cache)
+        return [cache.evict(1).tolist() for _ in range(12)]
+
     def test_a_match_does_not_save_content_from_eviction(self) -> None:
         """Two caches are told the same, but for matches: they forget the same."""
-        gone = []
-        for looks in (False, True):
-            cache = self.make(1)
-            for turn in range(4):
-                self.keep(cache, tokens_of([turn, 10, 11]), 10 * turn)
-            for _ in range(5 if looks else 0):
-                cache.match((), tokens_of([0, 10, 11]))
-            gone.append([cache.evict(1).tolist() for _ in range(12)])
-        assert gone[0] == gone[1], "a match changed whom the cache forgets"
+        looked = self.forgotten_after(lambda cache: cache.match((), tokens_of([0, 10, 11])))
+        assert looked == self.forgotten_after(lambda _: None), "a match changed whom the cache forgets"
+
+    def test_a_look_that_came_to_nothing_is_no_use(self) -> None:
+        """A candidate that is tried in every pass and not admitted must not keep its prefix alive."""
+        looked = self.forgotten_after(lambda cache: cache.unlock(cache.lock((), tokens_of([0, 10, 11]), priority=-3), used=False))
+        assert looked == self.forgotten_after(lambda _: None), "a handle that was not used changed whom the cache forgets"
 
     # Locking.
 
