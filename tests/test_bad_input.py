@@ -319,7 +319,7 @@ MEDDLING: dict[str, Callable[[Scheduler, Plan | None], object]] = {
 }
 MUTATORS = [
     name for name, member in vars(Scheduler).items()
-    if not name.startswith("_") and callable(member) and name not in ("check", "snapshot", "explain", "request_state", "generated", "has_work")
+    if not name.startswith("_") and callable(member) and name not in ("check", "snapshot", "explain", "request_state", "generated", "has_work", "health")
 ]
 
 

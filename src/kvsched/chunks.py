@@ -82,7 +82,7 @@ def emit_chunk(step: Step, live: Live, start: int, length: int, *, admitted: boo
     core.residents.ctx[row] = end
     core.ledger.spend(live.id, length)
     step.undo.set(live, "last_grant", step.number)
-    live.reason = None
+    step.undo.set(live, "reason", None)
     if core.config.order == "fair":
         charge(step, live.tenant, length)
     if last:

@@ -30,6 +30,7 @@ def commit(core: Core, record: InFlight, result: Checked) -> Outcome:
     core.in_flight.pop(0)
     plan = record.plan
     core.totals["steps"] += 1
+    core.attempts_committed = core.attempts
     if core.holds:
         expire(core, plan.step)
     if not len(plan.rows):
@@ -204,6 +205,7 @@ def _commit_chunk(core: Core, record: InFlight, entry: PrefillRow, leaving: list
     """One chunk was computed: counters, the in-flight prompt count, progress, and its pages into the cache."""
     live, chunk = entry.live, entry.chunk
     end_at = chunk.start + chunk.length
+    core.chunks += 1
     core.totals["prefill_tokens"] += chunk.length
     core.totals["recomputed_tokens"] += max(0, min(end_at, live.highwater) - chunk.start)
     for release in leaving:

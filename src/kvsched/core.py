@@ -14,7 +14,7 @@ from kvsched.admission.ledger import CommitmentLedger
 from kvsched.admission.ratio import TokenRatio
 from kvsched.config import SchedulerConfig
 from kvsched.errors import InternalError
-from kvsched.inflight import Hold, InFlight, Pass, Release
+from kvsched.inflight import Hold, InFlight, Pass, Release, Undo
 from kvsched.live import Live
 from kvsched.order import Order
 from kvsched.plan import Event
@@ -36,10 +36,10 @@ class Core:
     """Everything a step reads and writes."""
 
     __slots__ = (
-        "ahead", "arranged", "arrivals", "attempts", "cache", "cache_seen", "charged", "completions", "config", "decode_steps", "evicted", "events", "exchanged", "explained",
-        "floor", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_newcomer", "last_pass", "ledger",
+        "ahead", "arranged", "arrivals", "attempts", "attempts_committed", "cache", "cache_seen", "chunks", "completions", "config", "decode_steps", "evicted", "events", "exchanged", "explained",
+        "floor", "floor_from", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_newcomer", "last_pass", "ledger",
         "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
-        "quarantined", "queue", "ratio", "reserve", "residents", "running", "sink", "step", "stops", "totals", "passes",
+        "quarantined", "queue", "ratio", "reserve", "residents", "running", "sink", "step", "stops", "undo", "totals", "passes",
         "inflight_tokens", "admissions", "service", "rates", "sharing", "shrunk", "turn",
     )
 
@@ -82,28 +82,33 @@ class Core:
         self.quarantined = 0
         self.reserve = 0  # pages that pins keep for good
         self.arrivals = self.admissions = self.passes = self.step = 0
-        self.attempts = self.completions = self.decode_steps = 0
+        self.attempts = self.attempts_committed = self.chunks = self.completions = self.decode_steps = 0
         self.progress_step = 0
         self.last_decode_step = 0
         self.last_newcomer = 0  # step in which somebody was admitted last
         self.postponed = False  # the last step put a due decode behind a grant
         self.paused: str | None = None
         self.last_pass: Pass | None = None
+        self.undo: Undo | None = None  # of the plan in the making
         self.explained: tuple[tuple[Any, ...], dict[str, tuple[WaitReason | None, int | None]]] | None = None
         self.known_promises = False  # somebody was admitted by the peak over time (law B4) and residents remain
         self.skips: list[tuple[Ints, WaitReason]] = []  # decode rows that got nothing in the last step, and why
         self.exchanged: list[tuple[int, int, Pages]] = []  # (row, column, pages) that the host has not been told of
         self.floor: int | None = None
-        self.charged = 0
+        self.floor_from = 0  # pages available here when the floor was published
         self.evicted = 0
         self.inflight_tokens = 0
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def available(self) -> int:
-        """Pages that can be written now: free and evictable, or what is left of the agreed floor (law E1)."""
+        """Pages that can be written now: free and evictable, or what is left of the agreed floor (law E1).
+
+        What a step takes out of here (allocations and locks) or gives back is the same on every rank, so it is charged
+        to the floor as it is to our own pages.
+        """
         pages = self.pool.free - self.ahead + (self.cache.evictable if self.cache is not None else 0)
-        return pages if self.floor is None else min(pages, self.floor - self.charged - self.ahead)
+        return pages if self.floor is None else min(pages, self.floor + pages - self.floor_from)
 
     def ceiling(self) -> int:
         """Pages that an otherwise empty pool can give to one request: usable less permanent reserves (law B2)."""
@@ -118,7 +123,6 @@ class Core:
             self.evicted += len(pages)
             self.totals["evicted_pages"] += len(pages)
             self.shrunk += 1
-        self.charged += n
         self.private += n
         return self.pool.alloc(n)
 
@@ -367,6 +371,8 @@ class Core:
 
     def blame(self, live: Live, reason: WaitReason, short_by: int | None = None) -> None:
         """Note why a request got nothing in this pass."""
+        if self.undo is not None:
+            self.undo.attributes += [(live, name, getattr(live, name)) for name in ("reason", "short_by", "reason_pass")]
         live.reason = reason
         live.short_by = short_by
         live.reason_pass = self.passes

@@ -11,7 +11,7 @@ from kvsched.admission.budget import over_promised
 from kvsched.core import Core
 from kvsched.retraction import make_room
 from kvsched.step import Step, ones
-from kvsched.units import Ints
+from kvsched.units import Ints, pages_for_each
 from kvsched.verdict import WaitReason
 
 
@@ -87,7 +87,7 @@ def pages_due(core: Core) -> int:
         return 0
     most = np.where(residents.block[rows] > 0, residents.block[rows], 1 + core.config.lookahead_tokens)
     ends = np.minimum(residents.ctx[rows] + most, residents.total[rows])
-    return int(np.maximum(-(-ends // core.config.page_size) - residents.held[rows], 0).sum())
+    return int(np.maximum(pages_for_each(ends, core.config.page_size) - residents.held[rows], 0).sum())
 
 
 def _widths(step: Step, rows: Ints, wide: int) -> Ints:
@@ -127,7 +127,7 @@ def _cross_pages(step: Step, rows: Ints, starts: Ints, ends: Ints, widths: Ints 
     core, residents = step.core, step.core.residents
     size = core.config.page_size
     over = rows[crossing]
-    each = None if widths is None else -(-ends[crossing] // size) - residents.held[over]
+    each = None if widths is None else pages_for_each(ends[crossing], size) - residents.held[over]
     total = len(over) if each is None else int(each.sum())
     scarce = core.available() < total
     if scarce or (core.known_promises and core.config.admission == "guaranteed" and over_promised(core)):
@@ -155,4 +155,4 @@ def _cross_pages(step: Step, rows: Ints, starts: Ints, ends: Ints, widths: Ints 
 
 def pages_each(ends: Ints, rows: Ints, over: Ints, size: int) -> Ints:
     """Pages that the rows `over`, found among the ascending `rows`, need for their ends."""
-    return np.asarray(-(-ends[rows.searchsorted(over)] // size), dtype=np.int64)
+    return pages_for_each(ends[rows.searchsorted(over)], size)

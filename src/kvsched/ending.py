@@ -40,8 +40,9 @@ def end(core: Core, live: Live, finish: Finish) -> Ended:
         live.family.members.remove(live)
         if not live.family.members:
             core.parents.pop(live.family.id, None)
-    core.completions += 1
-    core.progress_step = max(core.progress_step, core.step)
+    if finish is not Finish.ABORT:  # a client that gives up is no progress
+        core.completions += 1
+        core.progress_step = max(core.progress_step, core.step)
     core.totals["aborted" if finish is Finish.ABORT else "finished"] += 1
     core.tell("aborted" if finish is Finish.ABORT else "finished", live, finish.name.lower())
     generated = len(live.generated)

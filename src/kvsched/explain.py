@@ -26,7 +26,8 @@ def explain(core: Core, live: Live) -> Explanation:
     """The first reason that stops the request, as of the last pass; None when nothing does or no pass saw it yet."""
     reason, short_by = _reason_of_resident(core, live) if live.row >= 0 else reasons(core)[live.id]
     words = "" if reason is None else reason.value if short_by is None else f"{reason.value}, short by {short_by}"
-    return Explanation(live.id, live.state.value, reason, short_by, waited_steps(core, live), words)
+    since = live.submitted_step + 1 if live.row < 0 and core.passes > live.submitted_pass else None
+    return Explanation(live.id, live.state.value, reason, short_by, waited_steps(core, live), since, words)
 
 
 def reasons(core: Core) -> dict[str, Reason]:

@@ -36,10 +36,10 @@ class Live:
     """
 
     __slots__ = (
-        "admitted", "arrival", "bypassed", "cached", "family", "first_pass", "generated", "handle", "highwater",
+        "admitted", "arrival", "bypassed", "cached", "family", "generated", "handle", "highwater",
         "hint", "hint_next", "hint_seen", "hint_shrunk", "id", "last_grant", "last_token_step", "late", "least", "limit", "max_gap", "overtaken",
         "priority", "prompt", "ready", "reason", "reason_pass", "request", "retractions", "row", "short_by",
-        "since", "skips", "space", "stops", "state", "submitted_pass", "target", "tenant", "tokens", "total",
+        "since", "skips", "space", "stops", "state", "submitted_pass", "submitted_step", "target", "tenant", "tokens", "total",
         "total_pages", "uncomputed", "waited",
     )
 
@@ -74,7 +74,7 @@ class Live:
         self.last_token_step = -1
         self.max_gap = 0
         self.submitted_pass = 0
-        self.first_pass = -1  # first pass that deferred it
+        self.submitted_step = 0  # step after which it began to wait
         self.waited = 0  # passes waited in earlier stays in the queue
         self.bypassed = 0
         self.skips = 0

@@ -62,8 +62,6 @@ class Admission:
                 self._passed(live)
             elif reason in HEAD_REASONS and self.head is None:
                 self.head = live
-                if live.first_pass < 0:
-                    live.first_pass = core.passes
                 if core.config.head == "strict":
                     self.closed = True
                     break
@@ -293,8 +291,8 @@ def record_pass(admission: Admission) -> None:
     if config.hold_shared_prefill or core.parents:
         computing = {entry.live.id: entry.chunk.start for entry in step.prefill}
         leaders = tuple((live, computing.get(live.id, int(core.residents.ctx[live.row]))) for live in core.prefilling.values())
-    core.last_pass = Pass(
+    step.undo.set(core, "last_pass", Pass(
         core.passes, admission.head, admission.closed, step.budget, admission.funds.fundable(), core.available(),
         admission.beside, admission.places, frozenset(name for name in admission.adapters if name is not None),
         core.residents.count >= config.max_running, step.retracted_for_memory, step.admit_left, leaders,
-    )
+    ))

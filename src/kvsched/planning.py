@@ -25,10 +25,11 @@ def make_plan(core: Core, agreed: Agreed | None) -> Plan:
     step = Step(core, core.step + 1, core.config.max_step_tokens, undo, None if agreed is None else agreed.admit)
     core.passes += 1
     core.attempts += 1
+    core.floor, core.floor_from = None, core.available()
     core.floor = None if agreed is None else agreed.free_pages
-    core.charged = 0
+    core.undo = undo
     core.evicted = 0
-    core.skips = []
+    undo.set(core, "skips", [])
     if core.exchanged:
         undo.exchanged, core.exchanged = core.exchanged, []
         for row, column, pages in undo.exchanged:
@@ -37,7 +38,7 @@ def make_plan(core: Core, agreed: Agreed | None) -> Plan:
         _phases(step)
     elif core.residents.count:
         skip(step, core.residents.active_rows(), WaitReason.PAUSED)
-    core.floor = None
+    core.floor = core.undo = None
     core.step = step.number
     for live in step.admitted:
         core.queue.remove(live)

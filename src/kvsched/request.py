@@ -89,7 +89,10 @@ class Namespace:
 
 def as_tokens(value: Any, name: str = "prompt") -> Tokens:
     """A read-only int32 copy of a sequence of token ids. Raises `InvalidRequest` for anything else. O(tokens)."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidRequest(f"{name} must be a sequence of integers in one dimension, not {_shown(value)}") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequest(f"{name} must be a sequence of integers in one dimension, not {_shown(value)}")
     if array.size and (int(array.min()) < 0 or int(array.max()) > MAX_TOKEN_ID):

@@ -31,7 +31,7 @@ def check_result(record: InFlight, result: StepResult) -> Checked:
     if not isinstance(result, StepResult):
         raise InvalidResult(f"commit takes a StepResult, not {type(result).__name__}")
     count = len(record.plan.rows)
-    tokens = result.tokens if isinstance(result.tokens, np.ndarray) else np.asarray(result.tokens if result.tokens is not None else [])
+    tokens = result.tokens if isinstance(result.tokens, np.ndarray) else _array(result.tokens if result.tokens is not None else [], "tokens")
     if not tokens.size and tokens.dtype.kind == "f":
         tokens = tokens.astype(np.int64)
     width = 1 if record.decode_widths is None else int(record.decode_widths.max())
@@ -42,7 +42,7 @@ def check_result(record: InFlight, result: StepResult) -> Checked:
         raise InvalidResult(f"tokens must have the shape {allowed}, one row per row of the plan, not {tokens.shape}")
     accepted = None
     if result.accepted is not None:
-        accepted = np.asarray(result.accepted)
+        accepted = _array(result.accepted, "accepted")
         if accepted.shape != (count,) or (count and accepted.dtype.kind not in "iu"):
             raise InvalidResult(f"accepted must hold {count} integers, not {result.accepted!r}")
         most = np.zeros(count, dtype=np.int64)
@@ -70,6 +70,13 @@ def check_result(record: InFlight, result: StepResult) -> Checked:
     return Checked(tokens, accepted, finished, failed, final)
 
 
+def _array(value: Any, name: str) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidResult(f"{name} must hold integers, one row for each row of the plan, not {value!r}") from None
+
+
 def _check_ids(record: InFlight, tokens: npt.NDArray[np.signedinteger[Any]], failed: Ints) -> None:
     """Token ids that would be delivered must be ids. Rows that sample nothing may hold anything."""
     flat = tokens if tokens.ndim == 1 else tokens[:, 0]
@@ -87,7 +94,7 @@ def _check_ids(record: InFlight, tokens: npt.NDArray[np.signedinteger[Any]], fai
 def _positions(value: Sequence[int] | Ints | None, name: str, count: int) -> Ints:
     if value is None:
         return NO_INTS
-    array = np.asarray(value)
+    array = _array(value, name)
     if not array.size:
         return NO_INTS
     if array.ndim != 1 or array.dtype.kind not in "iu":

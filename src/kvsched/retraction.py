@@ -62,7 +62,7 @@ def retract(core: Core, live: Live, *, in_pass: bool = True) -> None:
     live.highwater = max(live.highwater, valid)
     core.totals["retractions"] += 1
     live.target = live.prompt + len(live.generated)
-    live.submitted_pass = core.passes - in_pass
+    live.submitted_pass, live.submitted_step = core.passes - in_pass, core.step
     core.leave(live, donate=True, valid=valid)
     live.move(Cause.RETRACT)
     live.hint_seen = -1

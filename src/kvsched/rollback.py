@@ -35,7 +35,7 @@ def rollback(core: Core, record: InFlight) -> None:
         if entry.admitted:
             returned.append(live)
     for granted, counts in reversed(undo.grants):
-        for row, count in zip(granted.tolist(), counts.tolist(), strict=True):
+        for row, count in reversed(list(zip(granted.tolist(), counts.tolist(), strict=True))):  # as they lay in the pool
             if row not in record.dropped and residents.taken[row]:
                 core.pool.release(residents.truncate(row, count))
                 core.private -= count
@@ -55,6 +55,8 @@ def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
     undo, residents = record.undo, core.residents
     core.ratio.value = undo.ratio
     core.step = undo.step
+    core.progress_step = min(core.progress_step, core.step)
+    core.explained = None
     core.passes -= 1
     for target, name, value in reversed(undo.attributes):
         if name == "uncomputed":

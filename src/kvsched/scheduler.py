@@ -32,6 +32,7 @@ from kvsched.errors import (
 from kvsched.explain import explain
 from kvsched.holds import hold, release
 from kvsched.live import Live
+from kvsched.liveness import Health, health, stalled
 from kvsched.order import ORDERS
 from kvsched.plan import Agreed, Flushed, Outcome, Plan, StepResult
 from kvsched.planning import make_plan
@@ -40,7 +41,7 @@ from kvsched.request import Cause, Finish, Request, State, whole
 from kvsched.results import check_result
 from kvsched.retraction import retract
 from kvsched.rollback import rollback
-from kvsched.snapshot import check, max_servable, request_state, snapshot, stalled
+from kvsched.snapshot import check, max_servable, request_state, snapshot
 from kvsched.units import Pages, Tokens
 from kvsched.verdict import Accepted, Explanation, Refused
 
@@ -135,6 +136,10 @@ class Scheduler:
     def stalled(self) -> bool:
         """Whether work exists and nothing has moved for `stall_steps` steps (law F1)."""
         return stalled(self._core)
+
+    def health(self) -> Health:
+        """The signals of progress and the word for them: idle, live, stalled or retry loop; and whether the queue is open."""
+        return health(self._core)
 
     def has_work(self) -> bool:
         """Whether anything is queued, resident or in flight. O(1).

@@ -13,13 +13,9 @@ from kvsched.ending import waited_steps
 from kvsched.errors import AccountingError
 from kvsched.explain import explain
 from kvsched.live import Live
+from kvsched.liveness import stalled
 from kvsched.plan import Plan
 from kvsched.units import pages_for
-
-
-def stalled(core: Core) -> bool:
-    """Work exists and for `stall_steps` steps nothing was completed, emitted or newly computed (law F1)."""
-    return bool(core.lives) and core.step - core.progress_step >= core.config.stall_steps
 
 
 def snapshot(core: Core, last: Plan | None) -> dict[str, Any]:

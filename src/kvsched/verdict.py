@@ -104,11 +104,16 @@ HEAD_REASONS = frozenset({
 
 @attrs.frozen
 class Explanation:
-    """Why a request waits, as of the last pass. `short_by` is in the unit of what is short, None where nothing is counted."""
+    """Why a request waits, as of the last pass.
+
+    short_by: in the unit of what is short, None where nothing is counted. waited_steps: steps it has been deferred, over
+    all its stays in the queue. since_step: the step that deferred it first in this stay; None when none has.
+    """
 
     id: str
     status: str
     reason: WaitReason | None
     short_by: int | None = None
     waited_steps: int = 0
+    since_step: int | None = None
     detail: str = ""

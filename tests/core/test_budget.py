@@ -109,7 +109,7 @@ def test_the_peak_is_that_of_every_moment(shapes: list[tuple[int, int]], page: i
     core = sched._core
     people = [(live.prompt, live.total - live.prompt, int(core.residents.held[live.row])) for live in core.residents]
     newcomer = put(sched, "N", *last, ignore_eos=True)
-    core.floor, core.charged = room, 0  # so that `room` pages are there, whatever the pool has
+    core.floor, core.floor_from = room, core.available()  # so that `room` pages are there, whatever the pool has
     assert Funds(core).peak_fits(newcomer, NO_PAGES) == peak_by_time([*people, (newcomer.prompt, newcomer.total - newcomer.prompt, 0)], room, page)
 
 
@@ -167,7 +167,7 @@ def test_safe_is_that_some_order_of_ends_works(shapes: list[tuple[int, int]], ro
     tick(sched)
     core = sched._core
     rows = core.residents.taken_rows().tolist()
-    core.floor, core.charged = room, 0
+    core.floor, core.floor_from = room, core.available()
     lacks = {live.row: live.total - int(core.residents.held[live.row]) for live in core.residents}
     extra = {row: min(grants[index], lacks[row]) for index, row in enumerate(rows)}
     held = {row: int(core.residents.held[row]) + extra[row] for row in rows}

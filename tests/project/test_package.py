@@ -65,7 +65,8 @@ def test_the_package_file_is_imports_and_names_only() -> None:
 def test_the_public_names_are_these() -> None:
     """A name that leaves or joins the public API is a decision: it changes this list and the changelog."""
     assert kvsched.__all__ == [
-        "Accepted", "Agreed", "Chunk", "Deltas", "Ended", "Event", "Explanation", "Finish", "Flushed", "HostError",
+        "Accepted", "Agreed", "Chunk", "Condition", "Deltas", "Ended", "Event", "Explanation", "Finish", "Flushed", "Health",
+        "HostError",
         "InternalError", "KvschedError", "Namespace", "NullCache", "Outcome", "PagePool", "Plan", "RadixCache", "RefusalReason",
         "Refused", "Request", "Scheduler", "SchedulerConfig", "State", "Status", "StepResult", "WaitReason",
     ]

@@ -66,7 +66,7 @@ def admit_to_queue(core: Core, lives: list[Live]) -> None:
         core.progress_step = core.step  # idle until now: no stall is counted from before
     for live in lives:
         core.lives[live.id] = live
-        live.submitted_pass = core.passes
+        live.submitted_pass, live.submitted_step = core.passes, core.step
         core.queue.add(live)
         core.inflight_tokens += live.prompt
         if core.sink is not None:
