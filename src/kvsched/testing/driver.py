@@ -129,36 +129,38 @@ def random_submit(rng: Random, host: CheckedHost, texts: list[list[int]]) -> Cal
     return "submit", fields
 
 
-def random_call(rng: Random, host: CheckedHost, texts: list[list[int]]) -> Call:
-    """The next call of a host that does everything a host may do, and a little of what it may not."""
+def random_call(rng: Random, host: CheckedHost, texts: list[list[int]], odd: float = 1.0, most: int = LIVE) -> Call:
+    """The next call of a host that does everything a host may do, and a little of what it may not.
+
+    odd: how often it does what is out of the ordinary; 0 is a host that only submits, schedules and commits. most: live requests.
+    """
     live = list(host.model.accounts)
     room = len(host.in_flight) < host.model.config.max_in_flight
     weights = {
-        "submit": 24 if len(live) < LIVE else 0,
+        "submit": 24 if len(live) < most else 0,
         "schedule": 34 if room else 0,
         "commit": (30 if not room else 14) if host.in_flight else 0,
         "run": 5 if host.in_flight else 0,
-        "rollback": 5 if host.in_flight else 0,
-        "abort": 4,
-        "abort_all": 0.3,
-        "pause": 1.2,
-        "resume": 20 if host.model.paused else 0.3,
-        "flush": 1,
         "ready": 6 if any(not a.ready for a in host.model.accounts.values()) else 0,
-        "hold": 2,
-        "release": 5 if host.holds else 0.2,
-        "limits": 1,
-        "unpin": 2 if host.pins else 0,
-        "misuse": 2,
+        "resume": 20 if host.model.paused else 0.3 * odd,
+        "release": 5 if host.holds else 0.2 * odd,
+        "rollback": 5 * odd if host.in_flight else 0,
+        "abort": 4 * odd,
+        "abort_all": 0.3 * odd,
+        "pause": 1.2 * odd,
+        "flush": odd,
+        "hold": 2 * odd,
+        "limits": odd,
+        "unpin": 2 * odd if host.pins else 0,
+        "misuse": 2 * odd,
     }
     name = rng.choices(list(weights), list(weights.values()))[0]
     some = rng.choice(live) if live and rng.random() < 0.8 else f"r{rng.randrange(14)}"
     if name == "submit":
         return random_submit(rng, host, texts)
-    bits = rng.getrandbits(8) & rng.getrandbits(8) if rng.random() < 0.12 else 0
-    other = rng.getrandbits(8) & rng.getrandbits(8) if rng.random() < 0.12 else 0
+    bits, other = (rng.getrandbits(8) & rng.getrandbits(8) if rng.random() < 0.12 * odd else 0 for _ in range(2))
     arguments: dict[str, Callable[[], dict[str, Any]]] = {
-        "schedule": lambda: rng.choice([{}] * 12 + [{"admit": rng.randint(0, 2)}, {"aborts": (some,)},
+        "schedule": lambda: {} if rng.random() > 0.2 * odd else rng.choice([{"admit": rng.randint(0, 2)}, {"aborts": (some,)},
                                        {"free_pages": rng.randint(0, host.pool.usable)}]),
         "commit": lambda: {"failed": bits, "finished": other},
         "abort": lambda: {"name": rng.choice([some, some.split("/", maxsplit=1)[0]])},
@@ -257,12 +259,13 @@ def one_run(seed: int, calls_per_run: int, parts: Parts | None = None, settings:
     rng = Random(seed)  # noqa: S311 - a test, not a secret
     setup = random_setup(rng)
     setup["settings"] |= settings or {}
+    odd, most = rng.choice([0.0, 0.2, 1.0]), rng.choice([5, LIVE, LIVE, 25])
     calls: list[Call] = []
     texts: list[list[int]] = []
     host = CheckedHost(**setup, parts=parts)
     try:
         for _ in range(calls_per_run):
-            name, arguments = random_call(rng, host, texts)
+            name, arguments = random_call(rng, host, texts, odd, most)
             calls.append((name, arguments))
             getattr(host, name)(**arguments)
         host.drain()

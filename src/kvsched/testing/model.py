@@ -131,12 +131,9 @@ class PlainModel:
         self.evicted = self.cached_tokens = 0
         self.prefilled = [0, 0]  # at least, at most: a failed row may or may not count
         self.recomputed = [0, 0]
-        self.idle_steps = 0  # schedules since something moved (law F1)
-        self.idle_most = 0  # the same, when what a late row computed is no progress
+        self.moved = [0, 0]  # step in which something moved last (law F1): that of the plan, and that of the commit
         self.overtaken: set[str] = set()
         self.parked_steps = 0
-        self.disturbed = False  # something happened that lengthens gaps for good reason
-        self.strained = False  # a hold, a pause, an agreement: a step without rows may be right
 
     # -- submit and abort -----------------------------------------------------------------------------------------------
 
@@ -220,7 +217,7 @@ class PlainModel:
         self._leave(account)
         del self.accounts[account.id]
         self.ended[account.id] = self.ended.get(account.id, 0) + 1
-        self.idle_steps = self.idle_most = 0
+        self.moved[1] = self.step
 
     def _leave(self, account: Account) -> None:
         if account.resident:
@@ -246,8 +243,9 @@ class PlainModel:
         self.frames.append(frame)
         self._limits(plan)
         self._status(plan, agreed=admit is not None or free_pages is not None)
-        self.disturbed = self.disturbed or admit is not None or free_pages is not None
         self._bounds(plan, decodable, parked)
+        if admit is not None or free_pages is not None:
+            self._count_anew()
         for name, reason in waiting.items():
             account = self.accounts[name]
             if self.paused or not account.ready:
@@ -255,7 +253,8 @@ class PlainModel:
             law("running_limit means that the places are taken", reason != "running_limit" or len(self.order) >= self.config.max_running, name)
         self.overtaken = {name for name, reason in waiting.items() if reason == "adapter_limit"}
         self.evicted += plan.evicted
-        self.idle_steps, self.idle_most = (self.idle_steps + 1, self.idle_most + 1) if self.accounts else (0, 0)
+        if not self.accounts:
+            self.moved = [self.step, self.step]
 
     def _decodable(self, account: Account) -> bool:
         """Whether one more position is known to be wanted, every draft in flight taken as accepted."""
@@ -418,7 +417,7 @@ class PlainModel:
         for account in self.order:
             if account.id in served:
                 account.wait, account.peers = 0, len(self.order)
-        judged = config.admission == "guaranteed" and not self.paused and not self.holds and not config.preempt_priority
+        judged = config.admission == "guaranteed" and not self.paused and not config.preempt_priority
         judged = judged and not any(a.request.ignore_eos for a in self.order)  # admitted by the peak over time, they may wait for a page
         for account in decodable:
             if account.id in served or not account.resident:
@@ -429,10 +428,10 @@ class PlainModel:
             bound = turns * config.decode_every
             if config.prefill_grant is not None:
                 bound += 1 + bound // max(config.prefill_grant - 1, 1)
-            if judged and not self.disturbed:
+            if judged:
                 law("C4 decode gap", account.wait + 1 <= bound, account.id, "waits", account.wait, "steps, bound", bound)
         self.parked_steps = 0 if plan.prefill or not parked else self.parked_steps + 1
-        if config.prefill_grant is not None and judged and not self.disturbed:
+        if config.prefill_grant is not None and judged:
             bound = max(config.prefill_grant, 2)
             law("C4 prefill grant", self.parked_steps < bound, self.parked_steps, bound, parked)
 
@@ -460,7 +459,7 @@ class PlainModel:
             account.wait, account.peers = wait, peers
         self.parked_steps = frame.parked
         self.step -= 1
-        self.idle_steps, self.idle_most = max(self.idle_steps - 1, 0), max(self.idle_most - 1, 0)
+        self.moved = [min(step, self.step) for step in self.moved]
         self.overtaken = set()
 
     # -- commit ---------------------------------------------------------------------------------------------------------
@@ -514,6 +513,7 @@ class PlainModel:
                 law("A2 the last token is not written", record.computed == account.filled, record, account.filled)
             self._end(account)
             self.finished += 1
+            self.moved[0] = max(self.moved[0], plan.step)
 
     def _delivered(self, row: _Row, result: StepResult, i: int) -> tuple[list[int], set[Finish]]:
         account = row.account
@@ -556,8 +556,9 @@ class PlainModel:
             self.emitted += len(tokens)
         high = account.filled if row.decode else row.start + row.count
         if tokens or high > account.high:
-            self.idle_steps = 0
-            self.idle_most = 0 if tokens or account.stay == row.stay else self.idle_most
+            self.moved[1] = self.step
+            if tokens or account.stay == row.stay:  # whether what a late row computed is progress is not judged
+                self.moved[0] = max(self.moved[0], plan.step)
         account.high = max(account.high, high)
         if account.stay == row.stay:
             account.done = max(account.done, high)
@@ -575,7 +576,7 @@ class PlainModel:
 
     def pause(self, mode: str) -> None:
         """Retract everybody, or keep everybody where they are."""
-        self.paused = self.disturbed = True
+        self.paused = True
         for account in list(self.order):
             if mode == "retract":
                 self.retract(account)
@@ -587,11 +588,18 @@ class PlainModel:
         self.paused = False
         for account in self.accounts.values():
             account.paused = False
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        """Gaps are counted from here: something happened that lengthens them for good reason."""
+        self.parked_steps = 0
+        for account in self.order:
+            account.wait, account.peers = 0, len(self.order)
 
     def limits(self, config: SchedulerConfig) -> None:
         """The scheduler's configuration after set_limits."""
         self.config = config
-        self.disturbed = True
+        self._count_anew()
 
     # -- the state ------------------------------------------------------------------------------------------------------
 
@@ -613,10 +621,10 @@ class PlainModel:
         law("C1 the ratio stays in bounds", 0 <= state["ratio"] <= 1, state["ratio"])
         if not self.accounts:
             law("F1 idle is healthy", not state["stalled"])
-        elif self.idle_most + len(self.frames) < self.config.stall_steps:  # progress counts for the step whose plan made it
-            law("F1 not stalled while things move", not state["stalled"], self.idle_most)
-        elif self.idle_steps > self.config.stall_steps:
-            law("F1 stalled when nothing moved", state["stalled"], self.idle_steps)
+        elif self.step - self.moved[0] < self.config.stall_steps:
+            law("F1 not stalled while things move", not state["stalled"], self.step, self.moved)
+        elif self.step - self.moved[1] > self.config.stall_steps:
+            law("F1 stalled when nothing moved", state["stalled"], self.step, self.moved)
 
     def _check_requests(self, listed: Mapping[str, Mapping[str, Any]], gaps: Mapping[str, int]) -> None:
         law("requests lists the live ones", set(listed) == set(self.accounts), set(listed) ^ set(self.accounts))
