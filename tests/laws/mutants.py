@@ -38,6 +38,8 @@ MUTANTS = (
     # A
     Mutant("A1", "core.py:Core.leave", "self.quarantined += private", "pass",
            "test_a_accounting.py:test_a1_every_page_is_in_exactly_one_term", "an aborted page in flight is in no term"),
+    Mutant("A1", "decode.py:pages_due", "pages_for_each(ends, core.config.page_size)", "-(-ends // core.config.page_size)",
+           "test_a_accounting.py:test_a1_tokens_become_pages_in_one_place", "tokens become pages in a second place"),
     Mutant("A2", "units.py:total_slots", "prompt + max(max_new, 1) - 1", "prompt + max_new",
            "test_a_accounting.py:test_a2_the_pool_limit_is_one_slot_less", "(4096, 1) is refused by a pool of 4,096"),
     Mutant("A2", "decode.py:_widths", "np.minimum(most, residents.total[rows] - residents.ctx[rows])", "most",
@@ -198,12 +200,16 @@ MUTANTS = (
     Mutant("D8", "ending.py:end", "core.leave(live, donate=good, valid=valid)", "core.leave(live, donate=True, valid=computed)",
            "test_d_cache.py:test_d8_at_abort_private_pages_are_freed_and_cached_ones_stay", "private pages of an aborted request are kept"),
     # F
-    Mutant("F1", "snapshot.py:stalled", "core.step - core.progress_step >= core.config.stall_steps", "core.step - core.progress_step > core.config.stall_steps",
+    Mutant("F1", "liveness/progress.py:stalled", "core.step - core.progress_step >= core.config.stall_steps", "core.step - core.progress_step > core.config.stall_steps",
            "test_f_liveness.py:test_f1_stalled_after_so_many_steps_without_progress", "a step late"),
     Mutant("F1", "commit.py:_commit_chunk", "if end_at > live.highwater:", "if True:",
            "test_f_liveness.py:test_f1_what_is_computed_again_is_no_progress", "recomputing the same five tokens looks alive"),
-    Mutant("F1", "snapshot.py:stalled", "bool(core.lives) and", "",
+    Mutant("F1", "liveness/progress.py:stalled", "bool(core.lives) and", "",
            "test_f_liveness.py:test_f1_idle_is_healthy_for_ever", "an idle scheduler is stalled"),
+    Mutant("F1", "ending.py:end", "if finish is not Finish.ABORT:  # a", "if True:  # a",
+           "test_f_liveness.py:test_f1_clients_that_give_up_are_no_progress", "clients that give up keep it looking alive"),
+    Mutant("F1", "commit.py:commit", "core.attempts_committed = core.attempts", "pass",
+           "test_f_liveness.py:test_f1_plans_that_are_never_committed_are_a_retry_loop", "a loop that was left behind is named for ever"),
 )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import numpy as np
 import pytest
 from loop import TERMS, advance, ask, chunks, drain, make, pages, running, step, submit, totals, why
 
+import kvsched
 from kvsched import Accepted, Finish, PagePool, RefusalReason, Refused, Status, StepResult
 from kvsched.errors import AccountingError, DoubleFree, DuplicateRequest
+
+SOURCE = Path(kvsched.__file__).parent
 
 # -- A1 ---------------------------------------------------------------------------------------------------------------
 
@@ -54,6 +60,21 @@ def test_a1_reserved_pages_are_outside_the_equation() -> None:
     assert pages(sched) == (0, 0, 0, 49, 0)
     assert 0 not in plan.deltas.page
     sched.check()
+
+
+def test_a1_tokens_become_pages_in_one_place() -> None:
+    """No module of the core rounds a quotient up itself: `-(-a // b)` stands in `kvsched.units` alone."""
+    edges = {"sim", "scenario", "bench", "testing", "cli"}
+    found = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        if file.relative_to(SOURCE).parts[0] in edges or file.name == "units.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.BinOp) and isinstance(node.operand.op, ast.FloorDiv):
+                found.append(f"{file.name}:{node.lineno}: {ast.unparse(node)}")
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ceil") and "/" in ast.unparse(node):
+                found.append(f"{file.name}:{node.lineno}: {ast.unparse(node)}")
+    assert not found
 
 
 # -- A2 ---------------------------------------------------------------------------------------------------------------

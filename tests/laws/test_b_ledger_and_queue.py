@@ -144,7 +144,7 @@ def test_b8_a_deferred_head_is_pending_work() -> None:
         state = sched.request_state("A")
         assert (state["wait_reason"], state["short_by"], state["waited_steps"]) == ("pinned_pages", 1, age)
         told = sched.explain("A")
-        assert (told.short_by, told.waited_steps) == (1, age)
+        assert (told.short_by, told.waited_steps, told.since_step) == (1, age, 1)
     assert sched.stalled
     sched.release_pages("lease")
     assert step(sched).status is Status.RUN
@@ -162,8 +162,10 @@ def test_b8_age_counts_over_all_stays_in_the_queue() -> None:
     sched.pause("retract")
     sched.resume()
     sched.hold_pages("lease", 20)
+    assert sched.explain("B").since_step is None  # nobody has deferred it in this stay
     step(sched, 2)
-    assert sched.explain("B").waited_steps == 5
+    told = sched.explain("B")
+    assert (told.waited_steps, told.since_step) == (5, 5)
 
 
 # -- B9 ---------------------------------------------------------------------------------------------------------------

@@ -95,11 +95,6 @@ def _seen(sched: Scheduler) -> dict[str, Any]:
     return state
 
 
-def _decided(plan: Plan) -> tuple[Any, ...]:
-    """What a plan decided, but for the ids of pages."""
-    return plan.step, plan.ids, plan.starts.tolist(), plan.counts.tolist(), plan.admitted, len(plan.deltas)
-
-
 @pytest.mark.parametrize("config", [
     {}, {"admission": "guaranteed"}, {"order": "fair"}, {"order": "sjf"}, {"lookahead_tokens": 2}, {"head": "skip", "max_running": 3},
     {"decode_every": 2}, {"prefill_grant": 1, "max_step_tokens": 12}, {"max_inflight_prompt_tokens": 200}, {"ratio_start": "initial"},
@@ -119,7 +114,7 @@ def test_rollback_brings_everything_back(config: dict[str, Any]) -> None:
             break
         before = _seen(sched)
         plan = sched.schedule()
-        decided = _decided(plan)
+        digest = plan.digest
         if plan.evicted or plan.retracted:
             sched.commit(plan, _width(plan))
             continue
@@ -127,7 +122,7 @@ def test_rollback_brings_everything_back(config: dict[str, Any]) -> None:
         sched.check()
         assert _seen(sched) == before
         again = sched.schedule()
-        assert _decided(again) == decided
+        assert again.digest == digest  # and the pages are the same
         sched.commit(again, _width(again))
         sched.check()
     assert not sched.has_work()
