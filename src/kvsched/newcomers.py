@@ -55,9 +55,12 @@ class Admission:
                 break
             if step.budget <= 0 and self.head is None:
                 break
+            waits_for_adapter = live.overtaken
             if self.head is not None and self._hopeless(live):
+                self.barrier = self.barrier or waits_for_adapter
                 continue  # explain() works its reason out when asked
             reason = self._try(live)
+            self.barrier = self.barrier or (waits_for_adapter and reason is not None)
             if reason is None:
                 self._passed(live)
             elif reason in HEAD_REASONS and self.head is None:
@@ -119,6 +122,8 @@ class Admission:
         if step.retracted_for_memory or live.id in step.retracted:  # this step made room by retraction: nobody new, and not the victim (law C2)
             return self._short(live, pages_wanted(core, live) - core.match(live) // config.page_size)
         adapter = live.request.adapter
+        if adapter is not None and self._takes_the_heads_adapter_place(adapter):
+            return self._no(live, WaitReason.HEAD_OF_LINE)
         full = config.max_adapters is not None and adapter is not None and (
             self.barrier or (adapter not in self.adapters and len(self.adapters) >= config.max_adapters))
         if full or self.places is not None or config.hold_shared_prefill or live.family is not None:
@@ -162,14 +167,19 @@ class Admission:
             if length < rest:
                 return WaitReason.PARTIAL_PREFILL_LIMIT
         if full:
-            if live.overtaken:
-                self.barrier = True
-            else:
-                step.undo.set(live, "overtaken", True)
+            step.undo.set(live, "overtaken", True)
             return WaitReason.ADAPTER_LIMIT
         if (config.hold_shared_prefill or live.family is not None) and awaits_prefill(core, live, matched):
             return WaitReason.SHARED_PREFILL
         return None
+
+    def _takes_the_heads_adapter_place(self, adapter: str) -> bool:
+        """Whether a bypasser's adapter would take the place that a backfill head needs for its own at its start."""
+        head, limit = self.head, self.core.config.max_adapters
+        if head is None or limit is None or self.core.config.head != "backfill" or adapter in self.adapters:
+            return False
+        wanted = head.request.adapter
+        return wanted not in (None, adapter) and wanted not in self.adapters and len(self.adapters) + 1 >= limit
 
     def _beside_head(self, need: int) -> bool:
         return self.head is None or self.core.config.head != "backfill" or (self.beside is not None and need <= self.beside)
