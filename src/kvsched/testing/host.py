@@ -483,7 +483,7 @@ class CheckedHost:
         while self.model.accounts:
             chunk = min(self.model.config.max_step_tokens, self.model.config.chunk_tokens or 10**9)
             bound = 20 + sum(8 + pages_for(a.prompt + len(a.tokens), chunk) for a in self.model.accounts.values())
-            idle = self.model.idle_steps
+            idle = self.model.step - self.model.moved[1]
             law("C3 no wedge", idle < bound, idle, self.state)
             self.schedule()
             self.commit()

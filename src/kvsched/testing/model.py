@@ -302,7 +302,7 @@ class PlainModel:
             law("B10 the host said it is ready", account.ready, name)
             law("C2 a late output comes before the resume", not account.retractions or account.id not in late, name)
             if not account.unsure:
-                self._overtakes(account, resumable, waiting)
+                self._overtakes(account, set(plan.admitted), resumable, waiting)
             chunk = next((c for c in plan.prefill if c.id == name), None)
             frame.admitted.append((account, account.started, account.stay, chunk.start if chunk else 0))
             account.resident, account.started = True, True
@@ -315,9 +315,9 @@ class PlainModel:
         if plan.admitted:
             law("max_running", len(self.order) <= self.config.max_running, [a.id for a in self.order])
 
-    def _overtakes(self, account: Account, resumable: Iterable[Account], waiting: Mapping[str, str | None]) -> None:
+    def _overtakes(self, account: Account, admitted: set[str], resumable: Iterable[Account], waiting: Mapping[str, str | None]) -> None:
         """Who may not be passed by an admitted request: retracted ones (C2), earlier ones (strict fcfs), the overtaken (B10)."""
-        others = [a for a in self.accounts.values() if not a.resident and a is not account and not a.unsure]
+        others = [a for a in self.accounts.values() if not a.resident and a.id not in admitted and not a.unsure]
         stepped_over = {"adapter_limit", "shared_prefill", "partial_prefill_limit", "host"}
         if self.config.head == "strict":
             for other in resumable:
