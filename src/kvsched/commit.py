@@ -91,6 +91,10 @@ def _codes(core: Core, record: InFlight, result: Checked, tokens: npt.NDArray[np
 
 def _stop_candidates(core: Core, tokens: npt.NDArray[np.signedinteger[Any]]) -> list[int]:
     """Positions whose token is a stop token of somebody. O(rows) per distinct stop token, up to a few of them."""
+    if len(core.stops) == 1:
+        (stop,) = core.stops
+        at: list[int] = (tokens == stop).nonzero()[0].tolist()
+        return at
     if len(core.stops) <= 4:
         hits: set[int] = set()
         for stop in core.stops:

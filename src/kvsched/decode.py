@@ -129,7 +129,7 @@ def _cross_pages(step: Step, rows: Ints, starts: Ints, ends: Ints, widths: Ints 
     over = rows[crossing]
     each = None if widths is None else pages_for_each(ends[crossing], size) - residents.held[over]
     total = len(over) if each is None else int(each.sum())
-    scarce = core.available() < total
+    scarce = (core.floor is not None or core.pool.free < total) and core.available() < total
     if scarce or (core.known_promises and core.config.admission == "guaranteed" and over_promised(core)):
         demand = dict(zip(over.tolist(), [1] * len(over) if each is None else each.tolist(), strict=True))
         served = make_room(core, step, demand)

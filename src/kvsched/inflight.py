@@ -15,6 +15,7 @@ from kvsched.plan import Chunk, Plan
 from kvsched.protocols import Handle
 from kvsched.residents import Flags
 from kvsched.units import Ints, Pages
+from kvsched.verdict import WaitReason
 
 
 @attrs.define(eq=False)
@@ -41,19 +42,31 @@ class PrefillRow:
     admitted: bool
 
 
-@attrs.define(eq=False)
 class Undo:
-    """What schedule() changed besides rows and pages, as it was before."""
+    """What schedule() changed besides rows and pages, as it was before.
 
-    ratio: float
-    step: int
-    cached: int = 0  # tokens counted as hits
-    attributes: list[tuple[Any, str, Any]] = attrs.field(factory=list)
-    lagged: list[Ints] = attrs.field(factory=list)
-    served: list[tuple[Ints, Ints]] = attrs.field(factory=list)
-    service: list[tuple[str, float]] = attrs.field(factory=list)
-    exchanged: list[tuple[int, int, Pages]] = attrs.field(factory=list)
-    grants: list[tuple[Ints, Ints]] = attrs.field(factory=list)  # rows, pages appended to each
+    cached: tokens counted as hits. attributes: (object, name, old value). lagged: rows whose gap began here. served:
+    (rows, step of their last turn). service: (tenant, amount charged). exchanged: block-table entries that this plan
+    told the host. grants: (rows, pages appended to each). A plain class, like `kvsched.step.Step`.
+    """
+
+    __slots__ = ("attributes", "cached", "exchanged", "grants", "lagged", "last_decode_step", "postponed", "ratio", "served",
+                 "service", "skips", "step")
+
+    def __init__(self, ratio: float, step: int, last_decode_step: int, skips: list[tuple[Ints, WaitReason]], *,
+                 postponed: bool) -> None:
+        self.ratio = ratio
+        self.step = step
+        self.last_decode_step = last_decode_step
+        self.skips = skips
+        self.postponed = postponed
+        self.cached = 0
+        self.attributes: list[tuple[Any, str, Any]] = []
+        self.lagged: list[Ints] = []
+        self.served: list[tuple[Ints, Ints]] = []
+        self.service: list[tuple[str, float]] = []
+        self.exchanged: list[tuple[int, int, Pages]] = []
+        self.grants: list[tuple[Ints, Ints]] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
         """Assign, remembering what was there."""

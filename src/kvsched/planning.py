@@ -21,15 +21,16 @@ NO_DELTAS = Deltas(NO_INTS, NO_INTS, NO_PAGES)
 
 def make_plan(core: Core, agreed: Agreed | None) -> Plan:
     """One step: decide, record what is needed to undo it, and return the plan."""
-    undo = Undo(core.ratio.value, core.step)
+    undo = Undo(core.ratio.value, core.step, core.last_decode_step, core.skips, postponed=core.postponed)
     step = Step(core, core.step + 1, core.config.max_step_tokens, undo, None if agreed is None else agreed.admit)
     core.passes += 1
     core.attempts += 1
-    core.floor, core.floor_from = None, core.available()
-    core.floor = None if agreed is None else agreed.free_pages
+    if agreed is not None and agreed.free_pages is not None:
+        core.floor_from = core.available()
+        core.floor = agreed.free_pages
     core.undo = undo
     core.evicted = 0
-    undo.set(core, "skips", [])
+    core.skips = []
     if core.exchanged:
         undo.exchanged, core.exchanged = core.exchanged, []
         for row, column, pages in undo.exchanged:
@@ -49,21 +50,18 @@ def make_plan(core: Core, agreed: Agreed | None) -> Plan:
 
 
 def _phases(step: Step) -> None:
-    core, config, undo = step.core, step.core.config, step.undo
+    core, config = step.core, step.core.config
     waiting = len(core.queue)
     if waiting and config.preempt_priority:
         displace(step)
     decoding = len(core.residents.active_rows())
-    granted = False
-    ahead = 0
-    if decoding and config.admission == "expected" and (config.prefill_grant is not None or config.decode_every > 1):
-        ahead = pages_due(core)
-    may_go_first = ahead <= core.available()  # else the decodes have to retract, and then nobody is admitted (law C2)
-    core.ahead = ahead if may_go_first else 0
-    if may_go_first and config.prefill_grant is not None and decoding and (core.prefilling or waiting):
-        granted = _grant(step)
-    first = may_go_first and config.decode_every > 1 and (core.prefilling or waiting) and \
-        step.number - core.last_decode_step < config.decode_every
+    granted = first = False
+    if (core.prefilling or waiting) and (config.prefill_grant is not None or config.decode_every > 1):
+        ahead = pages_due(core) if config.admission == "expected" else 0
+        if ahead <= core.available():  # else the decodes have to retract, and then nobody is admitted (law C2)
+            core.ahead = ahead
+            granted = bool(decoding) and _grant(step)
+            first = config.decode_every > 1 and step.number - core.last_decode_step < config.decode_every
     if first:
         _prefill(step)
         core.ahead = 0
@@ -73,8 +71,8 @@ def _phases(step: Step) -> None:
         plan_decodes(step)
         _prefill(step)
     if not core.skips:
-        undo.set(core, "last_decode_step", step.number)
-    undo.set(core, "postponed", granted and bool(core.skips))
+        core.last_decode_step = step.number
+    core.postponed = granted and bool(core.skips)
     if decoding and not step.retracted:
         core.ratio.decay()
 

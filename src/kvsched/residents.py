@@ -183,8 +183,11 @@ class Residents:
     def append(self, rows: Ints, pages: Pages) -> Ints:
         """Append `pages[i]` to `rows[i]`, every row at most once. Returns the columns. O(rows)."""
         columns = self.held[rows]
-        self.widen(int(columns.max()) + 1)
-        self.table[rows, columns] = pages
+        try:
+            self.table[rows, columns] = pages
+        except IndexError:  # cheaper than looking at the columns in every step
+            self.widen(int(columns.max()) + 1)
+            self.table[rows, columns] = pages
         self.held[rows] = columns + 1
         self.room[rows] += self.page_size
         return columns

@@ -55,6 +55,9 @@ def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
     undo, residents = record.undo, core.residents
     core.ratio.value = undo.ratio
     core.step = undo.step
+    core.last_decode_step = undo.last_decode_step
+    core.skips = undo.skips
+    core.postponed = undo.postponed
     core.progress_step = min(core.progress_step, core.step)
     core.explained = None
     core.passes -= 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -12,34 +11,42 @@ from kvsched.live import Live
 from kvsched.units import NO_INTS, Ints, Pages
 
 
-@attrs.define(eq=False)
 class Step:
     """A plan in the making.
 
-    budget: tokens left in this step. admit_left: newcomers that the ranks still agreed on, None for any number. delta_*: block-table entries written, in order. fresh: residents that finish
-    their prefill in this step; they decode from the next one on.
+    number: of the step. budget: tokens left in it. admit_left: newcomers that the ranks still agreed on, None for any
+    number. decode_*, ending: the decode rows, where they start, how wide they are (None: one slot each), which are
+    blocks, and which reach their last slot. prefill, planned: prefill rows, and their table rows. retracted, displaced:
+    ids whose pages were taken, and whether for a better priority. delta_*: block-table entries written, in order.
+    fresh: residents whose prefill ends here; they decode from the next step on. admitted: who came in.
+
+    A plain class: one is made in every step, and attrs' factories would take 1 us more.
     """
 
-    core: Core
-    number: int
-    budget: int
-    undo: Undo
-    admit_left: int | None = None
-    decode_rows: Ints = NO_INTS
-    decode_starts: Ints = NO_INTS
-    decode_widths: Ints | None = None
-    ending: Ints = NO_INTS
-    decode_blocks: npt.NDArray[np.bool_] | None = None
-    prefill: list[PrefillRow] = attrs.field(factory=list)
-    planned: set[int] = attrs.field(factory=set)  # rows of `prefill`
-    retracted: list[str] = attrs.field(factory=list)
-    displaced: bool = False
-    evicted_before: int = 0
-    delta_rows: list[Ints] = attrs.field(factory=list)
-    delta_columns: list[Ints] = attrs.field(factory=list)
-    delta_pages: list[Pages] = attrs.field(factory=list)
-    fresh: list[int] = attrs.field(factory=list)
-    admitted: list[Live] = attrs.field(factory=list)
+    __slots__ = (
+        "admit_left", "admitted", "budget", "core", "decode_blocks", "decode_rows", "decode_starts", "decode_widths",
+        "delta_columns", "delta_pages", "delta_rows", "displaced", "ending", "fresh", "number", "planned", "prefill",
+        "retracted", "undo",
+    )
+
+    def __init__(self, core: Core, number: int, budget: int, undo: Undo, admit_left: int | None = None) -> None:
+        self.core = core
+        self.number = number
+        self.budget = budget
+        self.undo = undo
+        self.admit_left = admit_left
+        self.decode_rows = self.decode_starts = self.ending = NO_INTS
+        self.decode_widths: Ints | None = None
+        self.decode_blocks: npt.NDArray[np.bool_] | None = None
+        self.prefill: list[PrefillRow] = []
+        self.planned: set[int] = set()
+        self.retracted: list[str] = []
+        self.displaced = False
+        self.delta_rows: list[Ints] = []
+        self.delta_columns: list[Ints] = []
+        self.delta_pages: list[Pages] = []
+        self.fresh: list[int] = []
+        self.admitted: list[Live] = []
 
     def grow_each(self, rows: Ints) -> None:
         """One more page for each of `rows`; the caller has checked that they are available. O(rows)."""
