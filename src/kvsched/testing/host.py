@@ -28,8 +28,10 @@ from kvsched.errors import (
 from kvsched.plan import Agreed, Event, Plan, StepResult
 from kvsched.protocols import EventSink, Pool, TreeCache
 from kvsched.request import Finish, Namespace, Request
+from kvsched.testing.account import Account, law
 from kvsched.testing.executor import SimulatedExecutor
-from kvsched.testing.model import Account, PlainModel, law
+from kvsched.testing.model import PlainModel
+from kvsched.testing.plan_laws import Scene
 from kvsched.units import aligned, pages_for, reusable
 
 
@@ -161,7 +163,7 @@ class CheckedHost:
         """Make a plan, unless as many as allowed are in flight. The arguments are what the ranks agreed on."""
         if len(self.in_flight) >= self.model.config.max_in_flight:
             return
-        before, again, hits = self.state, self._again, self._hits()
+        before, again, hits, pages = self.state, self._again, self._hits(), self._pages()
         agreed = None
         if admit is not None or aborts or free_pages is not None:
             agreed = Agreed(admit=admit, aborts=aborts, free_pages=free_pages)
@@ -177,17 +179,18 @@ class CheckedHost:
         self.digests.append(plan.digest)
         self.executor.receive(plan, self.scheduler.block_table)
         self.state = self.scheduler.snapshot()
-        waiting = {name: self.state["requests"][name]["wait_reason"] for name in self.state["waiting"]}
-        if free_pages is not None and not aborts and not plan.retracted:
-            taken = before["free"] + before["cached"] - self.state["free"] - self.state["cached"]
-            law("E1 no more is taken than every rank has", taken <= free_pages, taken, free_pages)
-        self.model.scheduled(plan, waiting, admit, free_pages)
+        self.model.scheduled(plan, Scene(before, self.state, pages, not isinstance(self.cache, NullCache), admit, free_pages))
         self._cache_use(plan, hits)
         self.verify()
         if again is not None and agreed is None:
             law("a rolled back plan is made again", again == _essence(plan), again, _essence(plan))
         self._again = None
         self._before = before if agreed is None else None
+
+    def _pages(self) -> dict[str, frozenset[int]]:
+        """Pages of each resident now."""
+        held = self.state["requests"]
+        return {a.id: frozenset(self.scheduler.block_table[a.row, : held[a.id]["pages"]].tolist()) for a in self.model.order}
 
     def _hits(self) -> dict[str, int]:
         """Tokens that the cache could serve to each waiting request now (D1, D2)."""
@@ -200,8 +203,6 @@ class CheckedHost:
         return found
 
     def _cache_use(self, plan: Plan, hits: Mapping[str, int]) -> None:
-        if plan.evicted and not plan.retracted:
-            law("D5 eviction takes exactly the shortfall", self.state["free"] == 0, plan.evicted, self.state["free"])
         if plan.retracted or plan.evicted:
             return
         for chunk in plan.prefill:
