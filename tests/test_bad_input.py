@@ -256,7 +256,6 @@ WRONG_CALLS: dict[str, tuple[type[Exception], Callable[[Scheduler], object]]] = 
     "hold for no steps": (HostError, lambda s: s.hold_pages("x", 1, 0)),
     "hold for True steps": (HostError, lambda s: s.hold_pages("x", 1, True)),
     "hold without a name": (HostError, lambda s: s.hold_pages("", 1)),
-    "release what is not held": (HoldRefused, lambda s: s.release_pages("x")),
     "limit of nothing": (ConfigError, lambda s: s.set_limits(max_running=0)),
     "limit of a fraction": (ConfigError, lambda s: s.set_limits(max_step_tokens=1.5)),
     "limit of True": (ConfigError, lambda s: s.set_limits(chunk_tokens=True)),

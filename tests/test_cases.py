@@ -330,7 +330,6 @@ MISTAKES: tuple[tuple[str, type[Exception], Callable[[Scheduler], object]], ...]
     ("a hold of too much", HoldRefused, lambda s: s.hold_pages("x", 41)),
     ("a hold of nothing", HostError, lambda s: s.hold_pages("x", 0)),
     ("a hold for a fraction", HostError, lambda s: s.hold_pages("x", 1, WRONG)),
-    ("a release of nothing", HoldRefused, lambda s: s.release_pages("x")),
     ("an unknown state", UnknownRequest, lambda s: s.request_state("X")),
     ("an unknown reason", UnknownRequest, lambda s: s.explain("X")),
     ("unknown tokens", UnknownRequest, lambda s: s.generated("X")),

@@ -51,7 +51,7 @@ class ReentrantCall(HostError):
 
 
 class HoldRefused(HostError):
-    """hold_pages() or release_pages() cannot be done; the message carries the numbers."""
+    """hold_pages() cannot be done; the message carries the numbers."""
 
 
 class CallbackFailed(KvschedError):

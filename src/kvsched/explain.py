@@ -1,4 +1,4 @@
-"""Why a request gets nothing, worked out when somebody asks (laws B8 and F1). Reads only.
+"""Why a request gets nothing, worked out when somebody asks (laws B8 and F1). No decision changes by asking.
 
 A pass notes a reason only for those it tried. For the others the pass is gone through once more, on the figures that it
 left, without touching anything.
@@ -13,9 +13,8 @@ from kvsched.core import Core
 from kvsched.ending import waited_steps
 from kvsched.inflight import Pass
 from kvsched.live import Live
-from kvsched.newcomers import memory_reason, shares
+from kvsched.newcomers import lock, memory_reason, shares
 from kvsched.plan import Status
-from kvsched.request import State
 from kvsched.units import aligned
 from kvsched.verdict import HEAD_REASONS, Explanation, WaitReason
 
@@ -43,14 +42,15 @@ def _work_out(core: Core) -> dict[str, Reason]:
     found: dict[str, Reason] = {}
     head = False
     for live in core.queue.candidates(arranger(core)):
-        if core.paused is not None:
-            found[live.id] = (WaitReason.PAUSED, None)
-        elif last is None or last.number != core.passes or live.submitted_pass >= core.passes:
+        if last is None or last.number != core.passes or live.submitted_pass >= core.passes:
             found[live.id] = (None, None)
+        elif last.paused:
+            found[live.id] = (WaitReason.PAUSED, None)
         elif not live.ready or live.late:
             found[live.id] = (WaitReason.HOST, None)
         elif live.reason is not None and live.reason_pass == core.passes:
-            found[live.id] = (live.reason, live.short_by)
+            vague = live.reason is WaitReason.COMMITMENT and live.short_by is None
+            found[live.id] = _memory(core, last, live) if vague else (live.reason, live.short_by)
             head = head or live.reason in HEAD_REASONS
         else:
             found[live.id] = reason = _untried(core, last, live, head=head)
@@ -79,14 +79,23 @@ def _untried(core: Core, last: Pass, live: Live, *, head: bool) -> Reason:
         return WaitReason.ADAPTER_LIMIT, None
     if any(shares(core, live, leader, aligned(committed, config.page_size)) for leader, committed in last.leaders):
         return WaitReason.SHARED_PREFILL, None
-    if need > last.fundable or last.retracted:
-        return memory_reason(core, need, last.fundable, last.available)
-    return WaitReason.STEP_TOKENS, None
+    reason, short_by = _memory(core, last, live)
+    return (reason, short_by) if short_by or last.retracted else (WaitReason.STEP_TOKENS, None)
+
+
+def _memory(core: Core, last: Pass, live: Live) -> Reason:
+    """The shortage of memory as the pass would have found it with the request's match locked."""
+    before = core.cache.evictable if core.cache is not None else 0
+    handle, matched = lock(core, live)
+    own = 0
+    if handle is not None and core.cache is not None:
+        own = before - core.cache.evictable
+        core.cache.unlock(handle, used=False)
+    need = pages_wanted(core, live) - matched // core.config.page_size
+    return memory_reason(core, need, last.fundable - own, last.available - own)
 
 
 def _reason_of_resident(core: Core, live: Live) -> Reason:
-    if live.state is State.PAUSED:
-        return WaitReason.PAUSED, None
     if live.reason is not None and live.reason_pass == core.passes:
         return live.reason, live.short_by
     for rows, reason in core.skips:

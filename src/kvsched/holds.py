@@ -57,18 +57,18 @@ def _own(core: Core, live: Live, pages: int, until: int | None) -> Hold:
     return held
 
 
-def release(core: Core, name: str) -> None:
-    """Give a hold's pages back: to their request while it runs, else to the pool. Raises `HoldRefused` for no hold."""
+def release(core: Core, name: str) -> bool:
+    """Give a hold's pages back: to their request while it runs, else to the pool. False where there is none."""
     held = core.holds.pop(name, None)
     if held is None:
-        raise HoldRefused(f"{name!r} holds no pages; holding are {sorted(core.holds) or 'none'}")
+        return False
     core.sharing += 1
     core.held_cached -= held.cached
     core.quarantined -= held.cached
     if held.handle is not None and core.cache is not None:
         core.cache.unlock(held.handle)
     if not len(held.pages):
-        return
+        return True
     if held.row >= 0:
         del core.hold_rows[held.row]
         if core.residents.taken[held.row]:
@@ -78,6 +78,7 @@ def release(core: Core, name: str) -> None:
     else:
         core.quarantined -= len(held.pages)
         core.pool.release(held.pages)
+    return True
 
 
 def expire(core: Core, step: int) -> None:

@@ -146,6 +146,7 @@ class Pass:
     """
 
     number: int
+    paused: bool = False
     head: Live | None = None
     closed: bool = False  # nobody behind the head was tried any more
     budget: int = 0

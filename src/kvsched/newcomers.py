@@ -119,8 +119,6 @@ class Admission:
             return self._no(live, WaitReason.RANK_AGREEMENT, 1)
         if core.residents.count >= config.max_running:
             return self._no(live, WaitReason.RUNNING_LIMIT, 1)
-        if step.retracted_for_memory or live.id in step.retracted:  # this step made room by retraction: nobody new, and not the victim (law C2)
-            return self._short(live, pages_wanted(core, live) - core.match(live) // config.page_size)
         adapter = live.request.adapter
         if adapter is not None and self._takes_the_heads_adapter_place(adapter):
             return self._no(live, WaitReason.HEAD_OF_LINE)
@@ -131,12 +129,14 @@ class Admission:
             reason = self._stepped_over(live, matched, full=full)
             if reason is not None:
                 return self._no(live, reason)
+        if step.retracted_for_memory or live.id in step.retracted:
+            return self._no(live, WaitReason.COMMITMENT)  # room was made by retraction: nobody new, and not the victim (law C2)
         wanted = pages_wanted(core, live)
         size = config.page_size
         if not live.request.ignore_eos and (self.head is not None or config.head != "backfill"):
             least = wanted - core.match(live) // size  # the hit can only have shrunk since
             if least > self.funds.fundable():
-                return self._short(live, least) if self._beside_head(least) else self._no(live, WaitReason.HEAD_OF_LINE)
+                return self._no(live, WaitReason.COMMITMENT if self._beside_head(least) else WaitReason.HEAD_OF_LINE)
         handle, matched = lock(core, live)
         need = wanted - matched // size
         verdict = decide(need, self.funds.fundable(), core.pool.usable)
@@ -189,7 +189,10 @@ class Admission:
         return reason
 
     def _short(self, live: Live, need: int) -> WaitReason:
-        """The word for a shortage of memory, and by how many pages."""
+        """The word for a shortage of memory, its match locked, and by how many pages.
+
+        Where a bound said no without a lock, COMMITMENT without a number is noted, and explain() works out the rest.
+        """
         fundable = self.funds.fundable()
         return self._no(live, *memory_reason(self.core, need, fundable, self.core.available()))
 
@@ -253,14 +256,16 @@ class Admission:
 
 
 def memory_reason(core: Core, need: int, fundable: int, available: int) -> tuple[WaitReason, int]:
-    """Which memory is short for `need` pages, and by how many: held by the host, not there, or promised to others."""
+    """Which memory is short for `need` pages, and by how many: held by the host, not there, or promised to others.
+
+    fundable, available: with the match of the request locked.
+    """
     held = sum(len(hold.pages) + hold.cached for hold in core.holds.values())
-    short = max(need - fundable, 0)
     if held and fundable < need <= fundable + held:
-        return WaitReason.PINNED_PAGES, short
+        return WaitReason.PINNED_PAGES, need - fundable
     if need > available:
-        return WaitReason.PAGES, short
-    return WaitReason.COMMITMENT, short
+        return WaitReason.PAGES, need - available
+    return WaitReason.COMMITMENT, max(need - fundable, 0)
 
 
 def lock(core: Core, live: Live) -> tuple[Handle | None, int]:
@@ -302,7 +307,7 @@ def record_pass(admission: Admission) -> None:
         computing = {entry.live.id: entry.chunk.start for entry in step.prefill}
         leaders = tuple((live, computing.get(live.id, int(core.residents.ctx[live.row]))) for live in core.prefilling.values())
     step.undo.set(core, "last_pass", Pass(
-        core.passes, admission.head, admission.closed, step.budget, admission.funds.fundable(), core.available(),
+        core.passes, False, admission.head, admission.closed, step.budget, admission.funds.fundable(), core.available(),
         admission.beside, admission.places, frozenset(name for name in admission.adapters if name is not None),
         core.residents.count >= config.max_running, step.retracted_for_memory, step.admit_left, leaders,
     ))

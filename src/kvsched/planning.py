@@ -9,7 +9,7 @@ from kvsched.core import Core
 from kvsched.decode import pages_due, plan_decodes, skip
 from kvsched.displace import displace
 from kvsched.explain import status_of
-from kvsched.inflight import InFlight, Undo
+from kvsched.inflight import InFlight, Pass, Undo
 from kvsched.newcomers import Admission, record_pass
 from kvsched.plan import Agreed, Deltas, Plan
 from kvsched.step import Step, ones
@@ -37,8 +37,11 @@ def make_plan(core: Core, agreed: Agreed | None) -> Plan:
             step.note(row, column, pages)
     if core.paused is None:
         _phases(step)
-    elif core.residents.count:
+    else:
+        undo.set(core, "last_pass", Pass(core.passes, paused=True))
         skip(step, core.residents.active_rows(), WaitReason.PAUSED)
+        for live in core.prefilling.values():
+            core.blame(live, WaitReason.PAUSED)
     core.floor = core.undo = None
     core.step = step.number
     for live in step.admitted:

@@ -347,9 +347,9 @@ class Scheduler:
         hold(self._core, name, int(pages), None if steps is None else self._core.step + int(steps))
 
     @_guarded
-    def release_pages(self, name: str) -> None:
-        """Give held pages back. Raises `HoldRefused` when the name holds none."""
-        release(self._core, name)
+    def release_pages(self, name: str) -> bool:
+        """Give held pages back. False when the name holds none (any more): an acknowledgement may come after the lease."""
+        return release(self._core, name)
 
     @_guarded
     def unpin(self, owner: str) -> bool:

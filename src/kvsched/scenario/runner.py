@@ -103,6 +103,7 @@ class Runner:
         self._ended: dict[str, records.Record] = {}
         self._refused: dict[str, dict[str, Any]] = {}
         self._flushed: dict[str, Any] | None = None
+        self._held: set[str] = set()
 
     def state(self) -> dict[str, Any]:
         """The state of SCENARIOS.md, as plain values. O(requests)."""
@@ -196,9 +197,12 @@ class Runner:
 
     def _hold_pages(self, hold: Mapping[str, Any]) -> None:
         self.scheduler.hold_pages(hold["name"], hold["pages"], hold["steps"])
+        self._held.add(hold["name"])
 
     def _release_pages(self, name: str) -> None:
-        self.scheduler.release_pages(name)
+        # a lease that is over already may be released late; a name that never held anything is a slip of the file
+        if not self.scheduler.release_pages(name) and name not in self._held:
+            raise InvalidScenario(f"release_pages.id: {name!r} holds no pages; held were {sorted(self._held) or 'none'}")
 
     # --- steps ------------------------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class PlainModel(Books):
         plan_laws.check_limits(self, plan, scene)
         plan_laws.check_status(self, plan, scene)
         plan_laws.check_reasons(self, scene)
-        plan_laws.check_bounds(self, plan, decodable, parked)
+        plan_laws.check_bounds(self, plan, scene, decodable, parked)
         if scene.agreed:
             self._count_anew()
         self.overtaken = {name for name, reason in scene.reasons.items() if reason == "adapter_limit"}

@@ -153,7 +153,7 @@ def check_reasons(books: Books, scene: Scene) -> None:
         law("shared_prefill needs the option, or siblings", reason != "shared_prefill" or shares, name)
 
 
-def check_bounds(books: Books, plan: Plan, decodable: Sequence[Account], parked: Sequence[str]) -> None:
+def check_bounds(books: Books, plan: Plan, scene: Scene, decodable: Sequence[Account], parked: Sequence[str]) -> None:
     """C4: gaps of decodes and of prefills, judged where memory and the host cannot be the reason.
 
     decodable, parked: who could decode, and who wanted prefill, in this step. The bound of a decode is ceil(running / rows of a
@@ -163,7 +163,7 @@ def check_bounds(books: Books, plan: Plan, decodable: Sequence[Account], parked:
     for account in books.order:
         if account.id in served:
             account.wait, account.peers = 0, len(books.order)
-    judged = config.admission == "guaranteed" and not books.paused and not config.preempt_priority
+    judged = config.admission == "guaranteed" and not (books.paused or config.preempt_priority or scene.agreed)
     judged = judged and not any(a.request.ignore_eos for a in books.order)  # admitted by the peak over time, they may wait for a page
     dearest = max([1 + config.lookahead_tokens, *[a.request.block_tokens or 1 for a in books.order]])
     for account in decodable:

@@ -69,7 +69,9 @@ def _head(books: Books, plan: Plan, scene: Scene) -> Account | None:
         return None
     waiting = [a for a in books.accounts.values() if not a.resident and a.ready and a.id not in plan.admitted]
     head = min(waiting, key=lambda a: a.arrival, default=None)
-    return head if head is not None and scene.reasons.get(head.id) in MEMORY_OR_PLACES else None
+    if head is None or scene.reasons.get(head.id) not in MEMORY_OR_PLACES or _no_adapter_for(books, head):
+        return None
+    return head
 
 
 def check_bypass(books: Books, plan: Plan, scene: Scene) -> None:
