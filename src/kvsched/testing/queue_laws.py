@@ -48,7 +48,7 @@ def _strict(books: Books, account: Account, other: Account, reason: str | None) 
     behind = other.id in books.overtaken and account.request.adapter is not None
     law("B10 overtaken in one pass only", not behind, account.id, "passed", other.id)
     if books.config.head == "strict":
-        passed = reason in STEPPED_OVER or _no_adapter_for(books, other)
+        passed = reason in STEPPED_OVER or _no_adapter_for(books, other) or _no_partial_place(books)
         law(f"strict {books.config.order}", passed, account.id, "was admitted before", other.id, "which waits for", reason)
 
 
@@ -56,6 +56,11 @@ def _no_adapter_for(books: Books, account: Account) -> bool:
     active = {a.request.adapter for a in books.order} - {None}
     most = books.config.max_adapters
     return most is not None and account.request.adapter not in active | {None} and len(active) >= most
+
+
+def _no_partial_place(books: Books) -> bool:
+    most = books.config.max_partial_prefills
+    return most is not None and sum(a.prefilling for a in books.order) >= most
 
 
 def _rank(books: Books, account: Account) -> tuple[int, int]:
@@ -69,7 +74,7 @@ def _head(books: Books, plan: Plan, scene: Scene) -> Account | None:
         return None
     waiting = [a for a in books.accounts.values() if not a.resident and a.ready and a.id not in plan.admitted]
     head = min(waiting, key=lambda a: a.arrival, default=None)
-    if head is None or scene.reasons.get(head.id) not in MEMORY_OR_PLACES or _no_adapter_for(books, head):
+    if head is None or scene.reasons.get(head.id) not in MEMORY_OR_PLACES or _no_adapter_for(books, head) or _no_partial_place(books):
         return None
     return head
 
