@@ -292,7 +292,7 @@ def test_b10_who_was_overtaken_is_not_overtaken_for_another_reason(head: str) ->
     assert why(sched, "B") == ("adapter_limit", None)
     submit(sched, ask("A2", 5, 9, adapter="a"))
     assert step(sched).admitted == ()
-    assert why(sched, "B") == ("pages", 51 - 35)  # N holds or is promised 65
+    assert why(sched, "B") == ("pages", 51 - 38)  # N holds 62
     assert [key for _ in range(5) for key in step(sched).admitted] == ["B"]
 
 
