@@ -19,7 +19,7 @@ from kvsched.live import Live
 from kvsched.plan import Ended, Outcome
 from kvsched.request import Finish
 from kvsched.results import Checked
-from kvsched.units import Ints, aligned
+from kvsched.units import Ints, aligned, sealed
 
 _NO_FINISH = np.zeros(1024, dtype=np.int8)
 _NO_FINISH.flags.writeable = False
@@ -40,7 +40,7 @@ def commit(core: Core, record: InFlight, result: Checked) -> Outcome:
         core.decode_steps += 1
     if (result.tokens.ndim == 1 and not record.prefill and not record.dropped and record.blocks is None
             and not len(result.failed) and record.decode_widths is None):
-        delivered = result.tokens
+        delivered = result.tokens.copy()  # the host may use its buffer again
         core.log.write(core.residents.index(plan.rows), delivered)
         core.totals["emitted"] += len(delivered)
         core.progress_step = plan.step
@@ -244,7 +244,7 @@ def _store_delivered(core: Core, record: InFlight, delivered: npt.NDArray[np.sig
             if live.last_token_step >= 0:
                 live.max_gap = max(live.max_gap, record.plan.step - live.last_token_step)
             live.last_token_step = record.plan.step
-            live.generated = np.concatenate((live.generated, delivered[at, : taken[at]].astype(np.int32)))
+            live.generated = sealed(np.concatenate((live.generated, delivered[at, : taken[at]].astype(np.int32))))
             live.target = live.prompt + len(live.generated)
             live.hint_seen = -1
     for column in range(delivered.shape[1]):
@@ -327,6 +327,6 @@ def _fold_log(core: Core) -> None:
     until = log.oldest_end
     for live in core.residents:
         if live.since < until:
-            live.generated = np.concatenate((live.generated, log.read_oldest(live.row, live.since)))
+            live.generated = sealed(np.concatenate((live.generated, log.read_oldest(live.row, live.since))))
             live.since = until
     log.fold()

@@ -22,7 +22,7 @@ from kvsched.protocols import EventSink, Handle, Pool, TreeCache
 from kvsched.queue import WaitingQueue
 from kvsched.residents import Residents
 from kvsched.tokenlog import TokenLog
-from kvsched.units import Ints, Pages, aligned, pages_for, reusable
+from kvsched.units import Ints, Pages, aligned, pages_for, reusable, sealed
 from kvsched.verdict import WaitReason
 
 MOST_GROWTHS = 8192
@@ -220,7 +220,7 @@ class Core:
         """Move the tokens of a resident from the log into its record."""
         tail = self.log.read(live.row, live.since)
         if len(tail):
-            live.generated = np.concatenate((live.generated, tail))
+            live.generated = sealed(np.concatenate((live.generated, tail)))
         live.since = self.log.tick
 
     def emitted(self, live: Live) -> int:

@@ -57,8 +57,12 @@ class HoldRefused(HostError):
 class CallbackFailed(KvschedError):
     """A callback of the host raised. The call itself was done, every other event was delivered, and the object is usable.
 
-    The answer of the call is lost with the exception: a plan made by it stands in `Scheduler.in_flight`.
+    answer: what the call would have returned.
     """
+
+    def __init__(self, message: str, answer: object = None) -> None:
+        super().__init__(message)
+        self.answer = answer
 
 
 class PoolExhausted(HostError):
@@ -79,6 +83,13 @@ class ConfigError(KvschedError, ValueError):
 
 class InternalError(KvschedError):
     """kvsched broke a law of its own. The object is not usable any more."""
+
+
+class Broken(InternalError):
+    """Something raised in the middle of a change: a pool or cache of the host, an interrupt, or kvsched itself.
+
+    The scheduler is in an unknown state and refuses every further call; the first cause is the message and `__cause__`.
+    """
 
 
 class AccountingError(InternalError):

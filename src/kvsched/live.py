@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsched.protocols import Handle
 from kvsched.request import Cause, Namespace, Request, State, advance
-from kvsched.units import Tokens, pages_for, total_slots
+from kvsched.units import Tokens, pages_for, sealed, total_slots
 from kvsched.verdict import WaitReason
 
 NOTHING: Tokens = np.zeros(0, dtype=np.int32)
@@ -102,4 +102,4 @@ class Live:
             return self.tokens[start:stop]
         if start >= self.prompt:
             return self.generated[start - self.prompt : stop - self.prompt]
-        return np.concatenate((self.tokens[start:], self.generated[: stop - self.prompt]))
+        return sealed(np.concatenate((self.tokens[start:], self.generated[: stop - self.prompt])))

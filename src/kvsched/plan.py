@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsched.errors import InvalidRequest
-from kvsched.request import Finish, whole
+from kvsched.request import Finish, plain, whole
 from kvsched.units import Ints, Tokens
 
 
@@ -208,8 +208,8 @@ class Agreed:
     now: the group's time, for policies that need one. A malformed field raises `InvalidRequest` when the record is made.
     """
 
-    free_pages: int | None = attrs.field(default=None, validator=_count)
-    admit: int | None = attrs.field(default=None, validator=_count)
+    free_pages: int | None = attrs.field(default=None, converter=plain, validator=_count)
+    admit: int | None = attrs.field(default=None, converter=plain, validator=_count)
     aborts: tuple[str, ...] = attrs.field(default=(), validator=_ids)
     now: float | None = attrs.field(default=None, validator=_time)
 

@@ -78,15 +78,6 @@ class Finish(enum.IntEnum):
     ERROR = 4
 
 
-@attrs.frozen
-class Namespace:
-    """What must be equal for two requests to share cached pages (law D3). Compared field by field, never joined."""
-
-    adapter: str | None = None
-    version: str | None = None
-    salt: str | None = None
-
-
 def as_tokens(value: Any, name: str = "prompt") -> Tokens:
     """A read-only int32 copy of a sequence of token ids. Raises `InvalidRequest` for anything else. O(tokens)."""
     try:
@@ -102,12 +93,16 @@ def as_tokens(value: Any, name: str = "prompt") -> Tokens:
     return tokens
 
 
+def plain(value: Any) -> Any:
+    """A numpy integer as a Python one, whose arithmetic cannot overflow; anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
 def whole(value: Any, name: str, low: int | None, none: bool = False) -> int | None:
     """Check that `value` is an integer of at least `low` (bool and float are not), or None where that is allowed."""
     if value is None and none:
         return None
-    if isinstance(value, np.integer):
-        value = int(value)
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or (low is not None and value < low):
         bound = "" if low is None else f" of at least {low}"
         raise InvalidRequest(f"{name} must be an integer{bound}{' or None' if none else ''}, not {value!r}")
@@ -125,6 +120,18 @@ def _text(none: bool) -> Any:
             raise InvalidRequest(f"{attribute.name} must be a string{' or None' if none else ''}, not {value!r}")
 
     return check
+
+
+@attrs.frozen
+class Namespace:
+    """What must be equal for two requests to share cached pages (law D3). Compared field by field, never joined.
+
+    Each field is a string or None (absent); anything else raises `InvalidRequest`.
+    """
+
+    adapter: str | None = attrs.field(default=None, validator=_text(none=True))
+    version: str | None = attrs.field(default=None, validator=_text(none=True))
+    salt: str | None = attrs.field(default=None, validator=_text(none=True))
 
 
 def _flag(_: Any, attribute: Any, value: Any) -> None:
@@ -150,7 +157,8 @@ def _stops(value: Any) -> frozenset[int]:
     except TypeError:
         raise InvalidRequest(f"stop_token_ids must be a collection of token ids, not {value!r}") from None
     for stop in stops:
-        whole(stop, "stop_token_ids", 0)
+        if (whole(stop, "stop_token_ids", 0) or 0) > MAX_TOKEN_ID:
+            raise InvalidRequest(f"stop_token_ids must be from 0 to {MAX_TOKEN_ID}, not {stop!r}")
     return frozenset(int(stop) for stop in stops)
 
 
@@ -179,20 +187,20 @@ class Request:
 
     id: str = attrs.field(validator=_named)
     prompt: Sequence[int] | Tokens = attrs.field(converter=as_tokens, repr=lambda p: f"<{len(p)} tokens>")
-    max_new_tokens: int | None = attrs.field(default=None, validator=_whole(0, none=True))
+    max_new_tokens: int | None = attrs.field(default=None, converter=plain, validator=_whole(0, none=True))
     stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=_stops)
-    min_new_tokens: int = attrs.field(default=0, validator=_whole(0))
+    min_new_tokens: int = attrs.field(default=0, converter=plain, validator=_whole(0))
     ignore_eos: bool = attrs.field(default=False, validator=_flag)
-    priority: int = attrs.field(default=0, validator=_whole(None))
+    priority: int = attrs.field(default=0, converter=plain, validator=_whole(None))
     tenant: str = attrs.field(default="", validator=_text(none=False))
     namespace: Namespace = attrs.field(default=Namespace(), validator=_space)
     adapter: str | None = attrs.field(default=None, validator=_text(none=True))
-    n: int = attrs.field(default=1, validator=_whole(1))
+    n: int = attrs.field(default=1, converter=plain, validator=_whole(1))
     cache_read: bool = attrs.field(default=True, validator=_flag)
     cache_write: bool = attrs.field(default=True, validator=_flag)
     ready: bool = attrs.field(default=True, validator=_flag)
-    block_tokens: int | None = attrs.field(default=None, validator=_whole(1, none=True))
-    pin: int = attrs.field(default=0, validator=_whole(0))
+    block_tokens: int | None = attrs.field(default=None, converter=plain, validator=_whole(1, none=True))
+    pin: int = attrs.field(default=0, converter=plain, validator=_whole(0))
 
     def __attrs_post_init__(self) -> None:
         if len(self.prompt) == 0:

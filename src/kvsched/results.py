@@ -37,6 +37,8 @@ def check_result(record: InFlight, result: StepResult) -> Checked:
     width = 1 if record.decode_widths is None else int(record.decode_widths.max())
     if tokens.dtype.kind not in "iu":
         raise InvalidResult(f"tokens must be integers, not {tokens.dtype}")
+    if tokens.dtype not in (np.int32, np.int64):
+        tokens = tokens.astype(np.int64)  # -1 marks what is not delivered, so the type must have one
     if not (tokens.shape == (count,) or (tokens.ndim == 2 and tokens.shape[0] == count and tokens.shape[1] >= width)):
         allowed = f"({count},) or ({count}, at least {width})"
         raise InvalidResult(f"tokens must have the shape {allowed}, one row per row of the plan, not {tokens.shape}")

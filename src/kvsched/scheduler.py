@@ -20,9 +20,11 @@ from kvsched.config import SETTABLE, SchedulerConfig
 from kvsched.core import Core
 from kvsched.ending import end
 from kvsched.errors import (
+    Broken,
     CallbackFailed,
     ConfigError,
     DuplicateRequest,
+    HoldRefused,
     InvalidRequest,
     OutOfOrder,
     ReentrantCall,
@@ -42,7 +44,7 @@ from kvsched.results import check_result
 from kvsched.retraction import retract
 from kvsched.rollback import rollback
 from kvsched.snapshot import check, max_servable, request_state, snapshot
-from kvsched.units import Pages, Tokens
+from kvsched.units import Pages, Tokens, sealed
 from kvsched.verdict import Accepted, Explanation, Refused
 
 P = ParamSpec("P")
@@ -50,17 +52,31 @@ R = TypeVar("R")
 
 
 def _guarded(method: Callable[Concatenate[Scheduler, P], R]) -> Callable[Concatenate[Scheduler, P], R]:
-    """Refuse a call from inside a callback, and deliver events when the call is done."""
+    """Refuse a call from inside a callback and on a broken object; deliver events when the call is done.
+
+    A method checks first and then says `_changing = True`. What is raised before that has changed nothing; what is raised
+    after it leaves the object broken.
+    """
 
     @wraps(method)
     def guarded(self: Scheduler, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._busy:
             raise ReentrantCall(f"{method.__name__}() was called from inside a callback of this scheduler")
+        if self._broken is not None:
+            raise Broken(f"this scheduler broke in an earlier call: {self._broken!r}") from self._broken
         self._busy = True
         try:
             answer = method(self, *args, **kwargs)
+            self._changing = False
             if self._core.events:
-                self._deliver()
+                self._deliver(answer)
+        except BaseException as error:
+            changing, self._changing = self._changing, False
+            if changing and not isinstance(error, HoldRefused):  # which is raised before anything is taken
+                self._broken = error
+                if isinstance(error, Exception):
+                    raise Broken(f"{method.__name__}() was interrupted in the middle by {error!r}") from error
+            raise
         finally:
             self._busy = False
         return answer
@@ -101,6 +117,8 @@ class Scheduler:
         self._core.order = ORDERS[config.order]()
         self._core.rates = dict(config.fair_weights)
         self._busy = False
+        self._changing = False
+        self._broken: BaseException | None = None
         self._last: Plan | None = None
 
     # -- what a host asks -----------------------------------------------------------------------------------------
@@ -158,11 +176,11 @@ class Scheduler:
         return request_state(self._core, self._live(key))
 
     def generated(self, key: str) -> Tokens:
-        """Tokens delivered so far to a live request. Raises `UnknownRequest`."""
+        """Tokens delivered so far to a live request, read-only. Raises `UnknownRequest`."""
         live = self._live(key)
         if live.row < 0:
             return live.generated
-        return np.concatenate((live.generated, self._core.log.read(live.row, live.since)))
+        return sealed(np.concatenate((live.generated, self._core.log.read(live.row, live.since))))
 
     def snapshot(self) -> dict[str, Any]:
         """The whole state as plain data, in the words of the scenario format. O(state)."""
@@ -191,6 +209,7 @@ class Scheduler:
         refused, limit = refusal(core, request)
         if refused is not None:
             return refused
+        self._changing = True
         admit_to_queue(core, new_lives(core, request, ids, limit))
         return as_accepted(request, ids, limit)
 
@@ -205,6 +224,7 @@ class Scheduler:
     @_guarded
     def abort_all(self) -> int:
         """End every live request. Returns how many."""
+        self._changing = True
         lives = list(self._core.lives.values())
         for live in lives:
             end(self._core, live, Finish.ABORT)
@@ -214,6 +234,7 @@ class Scheduler:
     @_guarded
     def mark_ready(self, key: str) -> bool:
         """A request submitted with ready=False may start. Costs no tokens. False when it was ready or is not live."""
+        self._changing = True
         found = [live for live in self._named(key) if not live.ready]
         for live in found:
             self._core.queue.made_ready(live)
@@ -234,8 +255,10 @@ class Scheduler:
         if agreed is not None:
             if not isinstance(agreed, Agreed):
                 raise InvalidRequest(f"agreed must be an Agreed or None, not {type(agreed).__name__}")
+            self._changing = True
             for key in agreed.aborts:
                 self._abort(key)
+        self._changing = True
         self._last = make_plan(core, agreed)
         return self._last
 
@@ -250,7 +273,9 @@ class Scheduler:
         record = core.in_flight[0] if core.in_flight else None
         if record is None or record.plan is not plan:
             raise OutOfOrder(self._order_error(plan, "commit", "oldest"))
-        outcome = commit(core, record, check_result(record, result))
+        checked = check_result(record, result)
+        self._changing = True
+        outcome = commit(core, record, checked)
         if outcome.ended:
             self._rest()
         return outcome
@@ -265,6 +290,7 @@ class Scheduler:
         record = core.in_flight[-1] if core.in_flight else None
         if record is None or record.plan is not plan:
             raise OutOfOrder(self._order_error(plan, "rollback", "newest"))
+        self._changing = True
         rollback(core, record)
 
     # -- control --------------------------------------------------------------------------------------------------
@@ -278,6 +304,7 @@ class Scheduler:
         core = self._core
         if mode not in ("hold", "retract"):
             raise InvalidRequest(f"mode must be 'hold' or 'retract', not {mode!r}")
+        self._changing = True
         core.paused = mode
         for live in list(core.running.values()):
             if mode == "retract":
@@ -290,6 +317,7 @@ class Scheduler:
     def resume(self) -> None:
         """End a pause. Idempotent."""
         core = self._core
+        self._changing = True
         core.paused = None
         for live in core.running.values():
             if live.state is State.PAUSED:
@@ -308,6 +336,7 @@ class Scheduler:
             return Flushed(ok=False, pages=0, reason=f"the host holds {core.held_cached} cached pages")
         if core.cache is None:
             return Flushed(ok=True, pages=0)
+        self._changing = True
         for owner in list(core.pins):
             core.unpin(owner)
         pages = core.cache.clear()
@@ -344,16 +373,19 @@ class Scheduler:
             raise InvalidRequest(f"name must be a string of at least one character, not {name!r}")
         whole(pages, "pages", 1)
         whole(steps, "steps", 1, none=True)
+        self._changing = True
         hold(self._core, name, int(pages), None if steps is None else self._core.step + int(steps))
 
     @_guarded
     def release_pages(self, name: str) -> bool:
         """Give held pages back. False when the name holds none (any more): an acknowledgement may come after the lease."""
+        self._changing = True
         return release(self._core, name)
 
     @_guarded
     def unpin(self, owner: str) -> bool:
         """Let go of the pages that an ended request pinned. False when it has no pin."""
+        self._changing = True
         return self._core.unpin(owner)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -370,6 +402,7 @@ class Scheduler:
         return live
 
     def _abort(self, key: str) -> bool:
+        self._changing = True
         found = self._named(key)
         for live in found:
             end(self._core, live, Finish.ABORT)
@@ -391,20 +424,21 @@ class Scheduler:
             return f"the plan of step {plan.step} is not in flight here (it has ended, or is another scheduler's); in flight: {plans}"
         return f"{verb} goes {which} first: in flight are the plans of steps {plans}, not step {plan.step} next"
 
-    def _deliver(self) -> None:
+    def _deliver(self, answer: object) -> None:
         """Hand the events of a finished call to the sink, all of them, and only then say that one of them failed."""
         core = self._core
         events, core.events = core.events, []
         sink = core.sink
         if sink is None:
             return
-        failed: Exception | None = None
+        failed: BaseException | None = None
         for event in events:
             try:
                 sink.event(event)
-            except Exception as error:  # noqa: BLE001  # a foreign exception is translated at the seam
+            except BaseException as error:  # noqa: BLE001  # a foreign exception is translated at the seam, an interrupt goes on
                 failed = failed or error
-        if isinstance(failed, ReentrantCall):
-            raise failed
+        if isinstance(failed, Exception):
+            message = f"the event sink raised {failed!r}; the call was done and the scheduler is usable"
+            raise CallbackFailed(message, answer) from failed
         if failed is not None:
-            raise CallbackFailed(f"the event sink raised {failed!r}; the call was done and the scheduler is usable") from failed
+            raise failed

@@ -21,6 +21,12 @@ NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
 NO_PAGES.flags.writeable = False
 
 
+def sealed(tokens: Tokens) -> Tokens:
+    """The same array, from now on read-only: it is handed out, or shared with what is."""
+    tokens.flags.writeable = False
+    return tokens
+
+
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that hold `tokens` slots: the ceiling of the quotient.
 
