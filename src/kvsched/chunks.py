@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsched.admission.budget import over_promised, safe
+from kvsched.admission.budget import memory_reason, over_promised, safe
 from kvsched.admission.chunking import chunk_length
 from kvsched.core import Core
 from kvsched.inflight import PrefillRow
@@ -57,7 +57,7 @@ def continue_chunk(step: Step, live: Live) -> bool:
             and not safe(core, {row: pages}):
         length = 0
     if length <= 0:
-        core.blame(live, WaitReason.PAGES, 1)
+        core.blame(live, *memory_reason(core, 1, room, room))
         return False
     step.grow(row, max(pages, 0))
     emit_chunk(step, live, start, length, admitted=False)

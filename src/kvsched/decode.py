@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsched.admission.budget import over_promised
+from kvsched.admission.budget import memory_reason, over_promised
 from kvsched.core import Core
 from kvsched.retraction import make_room
 from kvsched.step import Step, ones
@@ -139,6 +139,10 @@ def _cross_pages(step: Step, rows: Ints, starts: Ints, ends: Ints, widths: Ints 
             keep = np.array([bool(residents.taken[row]) and row not in out for row in rows.tolist()], dtype=bool)
             parked = np.array([row for row in over[lost].tolist() if residents.taken[row]], dtype=np.int64)
             skip(step, parked, WaitReason.PAGES)
+            left = core.available() - sum(demand[row] for row in served)
+            for row in parked.tolist():
+                if (live := residents.live[row]) is not None:
+                    core.blame(live, *memory_reason(core, demand[row], left, left))
             rows, starts, ends = rows[keep], starts[keep], ends[keep]
             widths = None if widths is None else widths[keep]
             over = np.array([row for row in over.tolist() if row in served], dtype=np.int64)

@@ -6,11 +6,15 @@ request that could not start in this step all the same.
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvsched.admission.budget import Funds, needs, pages_wanted
+from kvsched.admission.chunking import chunk_length
 from kvsched.arrange import arranger
+from kvsched.chunks import partials, remaining
 from kvsched.core import Core
 from kvsched.live import Live
-from kvsched.newcomers import lock
+from kvsched.newcomers import awaits_prefill, lock
 from kvsched.retraction import ending, lost_tokens, retract
 from kvsched.step import Step
 from kvsched.units import NO_PAGES
@@ -41,7 +45,7 @@ def displace(step: Step) -> None:
         chosen = _victims_for(core, live, need, room + coming, places)
         if not chosen:
             return
-        if _budget_left(core, len(chosen)) < 1:
+        if _budget_left(core, chosen) < 1 or _steps_aside(core, live, chosen):
             return
         for victim in chosen:
             retract(core, victim)
@@ -90,7 +94,28 @@ def _adapter_blocked(core: Core, live: Live) -> bool:
     return adapter not in present and len(present) >= limit
 
 
-def _budget_left(core: Core, victims: int) -> int:
-    """Tokens that the decodes of this step leave when `victims` of them are gone."""
-    decodes = len(core.residents.active_rows()) - victims
-    return core.config.max_step_tokens - max(decodes, 0) * (1 + core.config.lookahead_tokens)
+def _budget_left(core: Core, victims: list[Live]) -> int:
+    """Tokens that decodes and chunks of residents leave to newcomers in this step when the victims are gone."""
+    residents, config = core.residents, core.config
+    out = {live.row for live in victims}
+    rows = np.array([row for row in residents.active_rows().tolist() if row not in out], dtype=np.int64)
+    most = np.where(residents.block[rows] > 0, residents.block[rows], 1 + config.lookahead_tokens)
+    left = config.max_step_tokens - int(np.minimum(most, residents.total[rows] - residents.ctx[rows]).sum())
+    for live in partials(core):
+        if live.row not in out:
+            left -= chunk_length(remaining(core, live), max(left, 0), config.chunk_tokens, config.long_prefill_tokens, alone=False)
+    return left
+
+
+def _steps_aside(core: Core, live: Live, victims: list[Live]) -> bool:
+    """Whether the request would be stepped over in this step all the same: adapter, partial place, shared prefill."""
+    config = core.config
+    matched = core.match(live)
+    if awaits_prefill(core, live, matched) or _adapter_blocked(core, live):
+        return True
+    if config.max_partial_prefills is None:
+        return False
+    places = config.max_partial_prefills - sum(other not in victims for other in partials(core))
+    rest = live.target - matched
+    return places <= 0 and chunk_length(rest, _budget_left(core, victims), config.chunk_tokens, config.long_prefill_tokens,
+                                        alone=False) < rest

@@ -6,14 +6,14 @@ left, without touching anything.
 
 from __future__ import annotations
 
-from kvsched.admission.budget import pages_wanted
+from kvsched.admission.budget import memory_reason, pages_wanted
 from kvsched.admission.chunking import chunk_length
 from kvsched.arrange import arranger
 from kvsched.core import Core
 from kvsched.ending import waited_steps
 from kvsched.inflight import Pass
 from kvsched.live import Live
-from kvsched.newcomers import lock, memory_reason, shares
+from kvsched.newcomers import lock, shares
 from kvsched.plan import Status
 from kvsched.units import aligned
 from kvsched.verdict import HEAD_REASONS, Explanation, WaitReason

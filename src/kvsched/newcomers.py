@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsched.admission.budget import Funds, first_fit, pages_wanted, reach_of
+from kvsched.admission.budget import Funds, first_fit, memory_reason, pages_wanted, reach_of
 from kvsched.admission.chunking import chunk_length
 from kvsched.arrange import arranger
 from kvsched.chunks import alone, emit_chunk, partials
@@ -253,19 +253,6 @@ class Admission:
         emit_chunk(step, live, matched, length, admitted=True)
         step.admitted.append(live)
         core.tell("admitted", live)
-
-
-def memory_reason(core: Core, need: int, fundable: int, available: int) -> tuple[WaitReason, int]:
-    """Which memory is short for `need` pages, and by how many: held by the host, not there, or promised to others.
-
-    fundable, available: with the match of the request locked.
-    """
-    held = sum(len(hold.pages) + hold.cached for hold in core.holds.values())
-    if held and fundable < need <= fundable + held:
-        return WaitReason.PINNED_PAGES, need - fundable
-    if need > available:
-        return WaitReason.PAGES, need - available
-    return WaitReason.COMMITMENT, max(need - fundable, 0)
 
 
 def lock(core: Core, live: Live) -> tuple[Handle | None, int]:

@@ -13,6 +13,7 @@ import numpy as np
 from kvsched.core import Core
 from kvsched.live import Live
 from kvsched.units import NO_PAGES, Ints, Pages, pages_for, pages_for_each
+from kvsched.verdict import WaitReason
 
 
 def reach(total: int, base: int, *, guaranteed: bool, ratio: float, clip: int) -> int:
@@ -187,3 +188,16 @@ def first_fit(core: Core, need: int, funds: Funds, match: Pages) -> int | None:
     room = np.concatenate(([0], np.cumsum(needs(core, rows) + back))) + funds.fundable()
     fits = (room >= need).nonzero()[0]
     return int(room[fits[0]]) - need if len(fits) else None
+
+
+def memory_reason(core: Core, need: int, fundable: int, available: int) -> tuple[WaitReason, int]:
+    """Which memory is short for `need` pages, and by how many: held by the host, not there, or promised to others.
+
+    fundable, available: with the match of the request locked.
+    """
+    held = sum(len(hold.pages) + hold.cached for hold in core.holds.values())
+    if held and fundable < need <= fundable + held:
+        return WaitReason.PINNED_PAGES, need - fundable
+    if need > available:
+        return WaitReason.PAGES, need - available
+    return WaitReason.COMMITMENT, max(need - fundable, 0)

@@ -59,6 +59,8 @@ def check_retraction(books: Books, plan: Plan, scene: Scene) -> None:
     if displaces:
         if config.admission == "guaranteed":
             better = [books.accounts[name].request.priority for name in plan.admitted]
+            if scene.after["quarantined"] > scene.before["quarantined"]:  # its pages are on their way to who waits for them
+                better += [books.accounts[name].request.priority for name in scene.after["waiting"]]
             for victim in victims:
                 law("C35 only a strictly better priority displaces", any(p < victim.request.priority for p in better), victim.id, plan.admitted)
         return
