@@ -104,6 +104,7 @@ def collide(sizes: dict[str, tuple[int, int]], *, new: int = 20, **config: Any) 
     ({"A": (10, 5), "B": (1, 0), "C": (10, 0)}, ("A",)),
     # one page is not enough for two who stay
     ({"A": (10, 0), "B": (1, 0), "C": (10, 0), "D": (1, 1)}, ("D", "B")),
+    ({"A": (10, 0), "B": (10, 0), "D": (1, 1)}, ("D", "B")),
 ])
 def test_c2_who_is_retracted(sizes: dict[str, tuple[int, int]], victims: tuple[str, ...]) -> None:
     plan = collide(sizes)
@@ -171,6 +172,19 @@ def test_c2_pages_on_their_way_count() -> None:
     plan = step(sched)
     assert plan.decode_ids == ("R1", "R2", "R3")
     assert plan.retracted == ()
+
+
+def test_c2_who_can_be_served_is_by_age() -> None:
+    """As before with one page more: it is free now, and R1's. R2 and R3 skip the step, though their pages are on the way."""
+    sched = make(17, 16, conservativeness=0, max_in_flight=2)
+    submit(sched, *(ask(f"R{index}", 63, 10) for index in range(1, 5)))
+    step(sched)
+    second, third = sched.schedule(), sched.schedule()
+    assert (third.retracted, third.decode_ids) == (("R4",), ("R1",))
+    assert {why(sched, key) for key in ("R2", "R3")} == {("pages", 1)}
+    sched.commit(second, StepResult(tokens=[7] * 4))
+    sched.commit(third, StepResult(tokens=[7]))
+    assert step(sched).decode_ids == ("R1", "R2", "R3")
 
 
 def test_c2_the_late_token_is_delivered_once_and_joins_the_resume() -> None:
