@@ -13,7 +13,7 @@ from kvsched.plan import Chunk, Deltas, Outcome, Plan, Status, StepResult
 from kvsched.protocols import Executor
 from kvsched.request import Namespace, Request
 from kvsched.testing import ExecutorViolation, SimulatedExecutor
-from kvsched.testing.executor import stamps_of
+from kvsched.testing.stamps import stamps_of
 
 Decode = tuple[str, int, int, int]
 Prefill = tuple[str, int, int, list[int], bool]

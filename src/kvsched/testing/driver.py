@@ -14,6 +14,7 @@ import attrs
 
 from kvsched.config import ADMISSIONS, HEADS, ORDERS, RATIO_STARTS
 from kvsched.testing.host import CheckedHost, Parts
+from kvsched.testing.misuse import KINDS
 
 Call = tuple[str, dict[str, Any]]
 """A method of `CheckedHost` and its arguments, all plain data."""
@@ -170,7 +171,7 @@ def random_call(rng: Random, host: CheckedHost, texts: list[list[int]], odd: flo
         "release": lambda: {"name": rng.choice([*host.holds, "h3"])},
         "limits": lambda: random_limits(rng, host),
         "unpin": lambda: {"name": some},
-        "misuse": lambda: {"kind": rng.choice(host.MISUSES)},
+        "misuse": lambda: {"kind": rng.choice(KINDS)},
     }
     return name, arguments[name]() if name in arguments else {}
 

@@ -11,7 +11,6 @@ reads the scheduler's block table, except to compare its own copy (built from `p
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import attrs
@@ -20,54 +19,15 @@ import numpy.typing as npt
 
 from kvsched.plan import Outcome, Plan, StepResult
 from kvsched.request import Namespace, Request
+from kvsched.testing.stamps import Stamps, continued, mixed, sealed, stamps_of
 from kvsched.units import Tokens, pages_for
 
-Stamps = npt.NDArray[np.uint64]
-
-_MASK = (1 << 64) - 1
-_BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64 and a running hash can be worked out with cumsum
-_INVERSE = pow(_BASE, -1, 1 << 64)
-_MIX = 0xD1342543DE82EF95  # odd: spreads token ids over 64 bits
 _EMPTY = 0  # what a slot holds before anything was written
 _REJECTED = 0x5EED  # what a draft that was not accepted leaves behind
-_SHORT = 32  # tokens from which on numpy is faster than a loop; measured with timeit
 
 
 class ExecutorViolation(AssertionError):
     """What a plan names is not what its requests computed: the text has request, page and position."""
-
-
-def _mixed(x: int) -> int:
-    """Spread 64 bits (the finalizer of splitmix64)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
-
-def _seal(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def stamps_of(space: Namespace, tokens: Sequence[int] | Tokens) -> Stamps:
-    """The stamp of every position of a sequence, uint64 [tokens]. Equal prefixes of one namespace share stamps. O(tokens)."""
-    seed = _seal(repr((space.adapter, space.version, space.salt)))
-    return _continued(seed, np.asarray(tokens, dtype=np.int64))
-
-
-def _continued(last: int, tokens: npt.NDArray[np.int64]) -> Stamps:
-    count = len(tokens)
-    if count < _SHORT:
-        out = np.empty(count, np.uint64)
-        for i, token in enumerate(tokens.tolist()):
-            last = (last * _BASE + (token + 1) * _MIX) & _MASK
-            out[i] = last
-        return out
-    # h[i] = B h[i-1] + m[i] has the closed form h[i] = B**(i+1) (last + sum of m[j] B**-(j+1)), all modulo 2**64.
-    up = np.full(count, _BASE, np.uint64).cumprod()
-    down = np.full(count, _INVERSE, np.uint64).cumprod()
-    mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_MIX)
-    sums: Stamps = (mixed * down).cumsum(dtype=np.uint64) + np.uint64(last)
-    return up * sums
 
 
 @attrs.define(eq=False)
@@ -88,7 +48,7 @@ class _Sequence:
         have = len(self.tokens)
         if have + len(tokens) > len(self.stamps):
             self.stamps = np.concatenate([self.stamps, np.zeros(have + len(tokens), np.uint64)])
-        self.stamps[have : have + len(tokens)] = _continued(int(self.stamps[have - 1]), np.asarray(tokens, np.int64))
+        self.stamps[have : have + len(tokens)] = continued(int(self.stamps[have - 1]), np.asarray(tokens, np.int64))
         self.tokens.extend(tokens)
 
     @property
@@ -164,7 +124,7 @@ class SimulatedExecutor:
         """
         for name in (request.id,) if ids is None else ids:
             stamps = stamps_of(request.space, request.tokens)
-            salt = _seal(f"{self.seed}/{name}")
+            salt = sealed(f"{self.seed}/{name}")
             self._sequences[name] = _Sequence(name, request, salt, stop_at, request.tokens.tolist(), stamps)
 
     def end(self, name: str) -> None:
@@ -428,7 +388,7 @@ class SimulatedExecutor:
     def _denoised(self, sequence: _Sequence, slots: int) -> int:
         """Tokens after the first that this pass over a block of `slots` gives: all of them in the last pass, else -1 for none."""
         sequence.passes += 1
-        if sequence.passes <= _mixed(int(sequence.stamps[len(sequence.tokens) - 1]) ^ 0xB10C) % 3:
+        if sequence.passes <= mixed(int(sequence.stamps[len(sequence.tokens) - 1]) ^ 0xB10C) % 3:
             return -1
         sequence.passes = 0
         return slots - 1
@@ -453,7 +413,7 @@ class SimulatedExecutor:
 
     def _sample(self, sequence: _Sequence) -> int:
         """The next token: a function of the prefix, the request and the stop rule, and of nothing else."""
-        token = _mixed(int(sequence.stamps[len(sequence.tokens) - 1]) ^ sequence.salt) % self.vocabulary
+        token = mixed(int(sequence.stamps[len(sequence.tokens) - 1]) ^ sequence.salt) % self.vocabulary
         if sequence.stop_at is None:
             return token
         stops = sequence.request.stop_token_ids
@@ -466,4 +426,4 @@ class SimulatedExecutor:
     def _accepted(self, sequence: _Sequence, drafts: int) -> int:
         if drafts == 0:
             return 0
-        return _mixed(int(sequence.stamps[len(sequence.tokens) - 1]) ^ sequence.salt ^ 0xACCE97) % (drafts + 1)
+        return mixed(int(sequence.stamps[len(sequence.tokens) - 1]) ^ sequence.salt ^ 0xACCE97) % (drafts + 1)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
-import numpy as np
 
 from kvsched import NullCache, PagePool, RadixCache, Scheduler, SchedulerConfig
 from kvsched.errors import (
@@ -19,20 +18,18 @@ from kvsched.errors import (
     DuplicateRequest,
     HoldRefused,
     InvalidRequest,
-    InvalidResult,
     KvschedError,
-    OutOfOrder,
-    TooManyInFlight,
-    UnknownRequest,
 )
 from kvsched.plan import Agreed, Event, Plan, StepResult
 from kvsched.protocols import EventSink, Pool, TreeCache
 from kvsched.request import Finish, Namespace, Request
 from kvsched.testing.account import Account, law
 from kvsched.testing.executor import SimulatedExecutor
+from kvsched.testing.memory_laws import check_content, check_hits, check_kept, check_owners, servable
+from kvsched.testing.misuse import wrong_call
 from kvsched.testing.model import PlainModel
 from kvsched.testing.plan_laws import Scene
-from kvsched.units import aligned, pages_for, reusable
+from kvsched.units import pages_for
 
 
 def _pool(pages: int, page_size: int) -> Pool:
@@ -78,14 +75,6 @@ class _InFlight:
     result: StepResult | None = None
 
 
-@attrs.define(eq=False)
-class _Kept:
-    """An ended request whose text may be in the cache."""
-
-    space: Namespace
-    tokens: list[int]
-
-
 class CheckedHost:
     """Drives a scheduler and verifies every answer: the executor its pages, the model its counts, `check()` itself.
 
@@ -107,9 +96,9 @@ class CheckedHost:
         self.in_flight: list[_InFlight] = []
         self.holds: dict[str, int | None] = {}  # name: last step of the hold, None without one
         self.stops: dict[str, int | None] = {}
-        self.kept: list[_Kept] = []
+        self.kept: list[tuple[Namespace, list[int]]] = []
         self.pins = False
-        self.calls = self.rows = 0
+        self.calls = self.rows = self.admissions = 0
         self.digests: list[str] = []
         self._last: Plan | None = None
         self._before: dict[str, Any] | None = None  # snapshot before the newest schedule, while nothing happened since
@@ -163,7 +152,7 @@ class CheckedHost:
         """Make a plan, unless as many as allowed are in flight. The arguments are what the ranks agreed on."""
         if len(self.in_flight) >= self.model.config.max_in_flight:
             return
-        before, again, hits, pages = self.state, self._again, self._hits(), self._pages()
+        before, again, hits, pages = self.state, self._again, servable(self.model, self.cache), self._pages()
         agreed = None
         if admit is not None or aborts or free_pages is not None:
             agreed = Agreed(admit=admit, aborts=aborts, free_pages=free_pages)
@@ -176,11 +165,12 @@ class CheckedHost:
         self._expire()
         self.model.holds = set(self.holds)
         self.rows += len(plan)
+        self.admissions += len(plan.admitted)
         self.digests.append(plan.digest)
         self.executor.receive(plan, self.scheduler.block_table)
         self.state = self.scheduler.snapshot()
         self.model.scheduled(plan, Scene(before, self.state, pages, not isinstance(self.cache, NullCache), admit, free_pages))
-        self._cache_use(plan, hits)
+        check_hits(plan, hits)
         self.verify()
         if again is not None and agreed is None:
             law("a rolled back plan is made again", again == _essence(plan), again, _essence(plan))
@@ -191,23 +181,6 @@ class CheckedHost:
         """Pages of each resident now."""
         held = self.state["requests"]
         return {a.id: frozenset(self.scheduler.block_table[a.row, : held[a.id]["pages"]].tolist()) for a in self.model.order}
-
-    def _hits(self) -> dict[str, int]:
-        """Tokens that the cache could serve to each waiting request now (D1, D2)."""
-        waiting = [a for a in self.model.accounts.values() if not a.resident]
-        found = {}
-        for account in waiting:
-            text = np.array(account.text, np.int32)
-            most = reusable(len(text), self.page_size)
-            found[account.id] = min(self.cache.match(account.request.space, text), most) if account.request.cache_read else 0
-        return found
-
-    def _cache_use(self, plan: Plan, hits: Mapping[str, int]) -> None:
-        if plan.retracted or plan.evicted:
-            return
-        for chunk in plan.prefill:
-            if chunk.id in plan.admitted:
-                law("D1 a hit is the longest there is", chunk.start == hits[chunk.id], chunk.id, chunk.start, hits[chunk.id])
 
     def run(self) -> None:
         """Run the oldest plan that has not run, without committing it."""
@@ -345,38 +318,11 @@ class CheckedHost:
             law("set_limits sets", getattr(self.scheduler.config, key) == value, key, value)
         self._touched()
 
-    MISUSES = ("schedule", "unknown plan", "commit order", "rollback order", "twice", "short", "accepted", "failed", "id", "limit", "key",
-               "mode", "hold")
-
     def misuse(self, kind: str) -> None:
         """Do one thing that a host may not; it must be a typed error that changes nothing."""
-        plans = [entry.plan for entry in self.in_flight]
-        scheduler = self.scheduler
-        nothing = StepResult(np.zeros(0, np.int64))
-        wrong: dict[str, tuple[bool, type[Exception], Callable[[], object]]] = {
-            "schedule": (len(plans) == self.model.config.max_in_flight, TooManyInFlight, scheduler.schedule),
-            "unknown plan": (bool(plans), OutOfOrder, lambda: scheduler.commit(attrs.evolve(plans[0]), nothing)),
-            "commit order": (len(plans) > 1, OutOfOrder, lambda: scheduler.commit(plans[1], self._zeros(plans[1]))),
-            "rollback order": (len(plans) > 1, OutOfOrder, lambda: scheduler.rollback(plans[0])),
-            "twice": (self._last is not None, OutOfOrder, lambda: scheduler.commit(self._last, nothing)),  # type: ignore[arg-type]
-            "short": (bool(plans and plans[0]), InvalidResult, lambda: scheduler.commit(plans[0], nothing)),
-            "accepted": (bool(plans and plans[0]), InvalidResult, lambda: scheduler.commit(
-                plans[0], attrs.evolve(self._zeros(plans[0]), accepted=np.full(len(plans[0]), 9)))),
-            "failed": (bool(plans), InvalidResult, lambda: scheduler.commit(
-                plans[0], attrs.evolve(self._zeros(plans[0]), failed=[len(plans[0])]))),
-            "id": (True, UnknownRequest, lambda: scheduler.generated("nobody")),
-            "limit": (True, KvschedError, lambda: scheduler.set_limits(max_running=0)),
-            "key": (True, KvschedError, lambda: scheduler.set_limits(page_size=2)),
-            "mode": (True, KvschedError, lambda: scheduler.pause("later")),
-            "hold": (True, KvschedError, lambda: scheduler.hold_pages("h9", -1)),
-        }
-        possible, error, call = wrong[kind]
-        if possible:
-            self.refuses(error, call)
-
-    def _zeros(self, plan: Plan) -> StepResult:
-        width = max([1 + self.model.config.lookahead_tokens, *plan.counts[: plan.decodes].tolist()])
-        return StepResult(np.zeros((len(plan), width) if width > 1 else len(plan), np.int64))
+        found = wrong_call(self.scheduler, kind, [entry.plan for entry in self.in_flight], self._last)
+        if found is not None:
+            self.refuses(*found)
 
     def refuses(self, error: type[Exception], call: Callable[[], object]) -> None:
         """The call must raise this error and change nothing."""
@@ -414,44 +360,20 @@ class CheckedHost:
         self.scheduler.check()
         state = self.state
         self.model.check(state)
-        law("has_work", self.scheduler.has_work() == bool(self.model.accounts or self.in_flight) or not self.model.accounts,
-            self.scheduler.has_work(), list(self.model.accounts))
+        if self.model.accounts or not self.in_flight:  # a plan in flight of requests that ended may count as work or not
+            law("has_work", self.scheduler.has_work() == bool(self.model.accounts), list(self.model.accounts))
         law("in_flight", list(self.scheduler.in_flight) == [e.plan for e in self.in_flight], len(self.in_flight))
         for name, account in self.model.accounts.items():
             law("generated(id)", self.scheduler.generated(name).tolist() == account.tokens, name)
             law("explain and snapshot agree", _reason(self.scheduler.explain(name).reason) == state["requests"][name]["wait_reason"], name)
-        terminal = Counter({name: n for (kind, name), n in self.ear.counts.items() if kind in ("finished", "aborted")})
-        for (kind, name), n in self.ear.counts.items():
-            if kind in ("finished", "aborted"):
-                terminal[name] = sum(self.ear.counts[k, name] for k in ("finished", "aborted"))
-                law("one terminal event for each end", terminal[name] == self.model.ended.get(name, 0), name, n)
-        law("an event for each retraction", self.ear.of("retracted") == self.model.retractions, self.ear.of("retracted"), self.model.retractions)
-        self._owners()
-
-    def _owners(self) -> None:
-        """A3: what each resident computed is in its pages; a page of two residents is a whole page of one shared prefix."""
-        table = self.scheduler.block_table
-        seen: dict[int, tuple[str, int, tuple[Namespace, tuple[int, ...] | None]]] = {}
-        union: set[int] = set()
-        for account in self.model.order:
-            if account.row < 0 or account.next == 0:  # it has got nothing yet
-                continue
-            valid = account.done
-            pages = table[account.row, : self.state["requests"][account.id]["pages"]].tolist()
-            union.update(pages)
-            text = account.text[:valid]
-            law("A3 a resident's pages hold what it computed", self.executor.holds(account.request.space, text, pages[: pages_for(valid, self.page_size)]),
-                account.id, pages, valid)
-            for column, page in enumerate(pages):
-                end = (column + 1) * self.page_size
-                key = (account.request.space, tuple(text[:end]) if end <= valid else None)
-                other = seen.setdefault(page, (account.id, column, key))
-                same = other[0] == account.id or (key[1] is not None and other[1:] == (column, key))
-                law("A3 a page has one owner or is shared through the tree", same, page, account.id, column, other)
-        if not self.pins and not self.holds:
-            held = self.state["private"] + self.state["locked"]
-            most = len(union | self.executor.pages_in_flight())  # an ended request's pages stay locked while a plan attends to them
-            law("A1 private and locked pages are those of residents", len(union) <= held <= most, held, union, most)
+        ends: Counter[str] = Counter()
+        for (kind, name), count in self.ear.counts.items():
+            ends[name] += count if kind in ("finished", "aborted") else 0
+        law("one terminal event for each end", +ends == Counter(self.model.ended), ends, self.model.ended)
+        told = {kind: self.ear.of(kind) for kind in ("queued", "admitted", "retracted")}
+        expected = {"queued": self.model.arrivals, "admitted": self.admissions, "retracted": self.model.retractions}
+        law("an event for each change", told == expected, told, expected)
+        check_owners(self.model, self.executor, self.scheduler.block_table, state, exact=not (self.pins or self.holds))
 
     def _ended(self, account: Account, finish: Finish) -> None:
         stop_at = self.stops[account.id]
@@ -465,9 +387,8 @@ class CheckedHost:
         if account.id in self.holds:
             return  # pages set aside stay out of the tree
         if account.request.cache_write and not isinstance(self.cache, NullCache):
-            have = self.cache.match(account.request.space, np.array(tokens, np.int32))
-            law("C23 at the end the tree holds all but the last token", have == aligned(len(tokens), self.page_size), account.id, have, len(tokens))
-            self.kept = [*self.kept[-20:], _Kept(account.request.space, tokens)]
+            check_kept(self.cache, account.request.space, tokens)
+            self.kept = [*self.kept[-20:], (account.request.space, tokens)]
 
     def drain(self) -> None:
         """Release, resume and make ready; then everything must end within a bound, and every page come back (C3)."""
@@ -476,11 +397,11 @@ class CheckedHost:
         self.resume()
         for name in list(self.model.accounts):
             self.ready(name)
-        idle = 0
         while self.in_flight:
             self.commit()
         while self.model.accounts:
-            chunk = min(self.model.config.max_step_tokens, self.model.config.chunk_tokens or 10**9)
+            config = self.model.config
+            chunk = min(config.max_step_tokens, config.chunk_tokens or 10**9, config.long_prefill_tokens or 10**9)
             bound = 20 + sum(8 + pages_for(a.prompt + len(a.tokens), chunk) for a in self.model.accounts.values())
             idle = self.model.step - self.model.moved[1]
             law("C3 no wedge", idle < bound, idle, self.state)
@@ -495,12 +416,8 @@ class CheckedHost:
         for name in {*self.stops, *(name.rsplit("/", maxsplit=1)[0] for name in self.stops)}:
             self.unpin(name)
         law("D7 pins are given back", self.state["locked"] == 0, self.state["locked"])
-        for kept in self.kept:
-            handle = self.cache.lock(kept.space, np.array(kept.tokens, np.int32))
-            tokens, pages = kept.tokens[: handle.length], handle.pages
-            good = self.executor.holds(kept.space, tokens, pages)
-            self.cache.unlock(handle)
-            law("the tree holds what it says", good, kept)
+        for space, tokens in self.kept:
+            check_content(self.cache, self.executor, space, tokens)
 
 
 def _reason(reason: Any) -> str | None:

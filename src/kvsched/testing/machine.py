@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvsched.config import HEADS, ORDERS
 from kvsched.testing.driver import LIVE, Setup, random_limits, random_setup, random_submit
 from kvsched.testing.host import CheckedHost, Parts
+from kvsched.testing.misuse import KINDS
 
 SMALL = st.randoms(use_true_random=False)
 """A random generator whose draws hypothesis makes, records and shrinks."""
@@ -150,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A pin is given up."""
         self.do("unpin", name=data.draw(st.sampled_from([*self._host.stops, "nobody"])))
 
-    @rule(kind=st.sampled_from(CheckedHost.MISUSES))
+    @rule(kind=st.sampled_from(KINDS))
     def misuse(self, kind: str) -> None:
         """What a host may not do is a typed error and changes nothing."""
         self.do("misuse", kind=kind)
