@@ -6,23 +6,13 @@ from collections.abc import Callable, Iterable
 
 from kvsched.core import Core
 from kvsched.live import Live
+from kvsched.order import Rank, Ranked
 
 
 def arranger(core: Core) -> Callable[[Iterable[Live]], Iterable[Live]]:
-    """The present order as a function of those who wait. What cannot have changed is not sorted again."""
+    """The present order as a function of those who wait."""
     view = _View(core)
-    order = core.order
-
-    def arrange(waiting: Iterable[Live]) -> Iterable[Live]:
-        if not order.keeps:
-            return order.arrange(waiting, view)
-        key = (core.queue.version, *((core.growths, core.shrunk) if "cache" in order.keeps else ()),
-               *((core.passes,) if "passes" in order.keeps and core.config.aging_tokens else ()))
-        if core.arranged is None or core.arranged[0] is not order or core.arranged[1] != key:
-            core.arranged = (order, key, list(order.arrange(waiting, view)))
-        return core.arranged[2]
-
-    return arrange
+    return lambda waiting: core.order.arrange(waiting, view)
 
 
 class _View:
@@ -36,15 +26,22 @@ class _View:
     def matched(self, live: Live) -> int:
         return self.core.match(live, exact=True)
 
-    def path(self, live: Live) -> tuple[int, ...]:
-        finder = getattr(self.core.cache, "path", None)
-        if finder is None or not live.request.cache_read:
-            return ()
-        found: tuple[int, ...] = finder(live.space, live.tokens)
-        return found[1:]  # that a namespace has a root says nothing of what is cached
+    def ranked(self, waiting: Iterable[Live], order: Ranked) -> list[tuple[Rank, int, Live]]:
+        core = self.core
+        by_cache = "cache" in order.rests_on
+        key = (core.queue.version, core.growths if by_cache else 0,
+               core.passes if "passes" in order.rests_on and core.config.aging_tokens else 0)
+        if core.arranged is None or core.arranged[0] is not order or core.arranged[1] != key:
+            entries = sorted((order.rank(live, core.match(live) if by_cache else 0, self), live.arrival, live) for live in waiting)
+            core.arranged = (order, key, entries)
+        return core.arranged[2]
 
     def waited(self, live: Live) -> int:
         return live.waited + self.core.passes - live.submitted_pass
+
+    @property
+    def page_size(self) -> int:
+        return self.core.config.page_size
 
     @property
     def aging_tokens(self) -> int:

@@ -58,12 +58,23 @@ def commit(core: Core, record: InFlight, result: Checked) -> Outcome:
     if codes:
         finish = np.zeros(len(plan.rows), dtype=np.int8)
         for at in sorted(codes):
-            live = record.late.get(int(plan.rows[at])) or core.residents.live[int(plan.rows[at])]
+            live = _request_at(core, record, at)
             if live is not None:
                 finish[at] = codes[at]
                 ended.append(end(core, live, Finish(codes[at])))
     settle(core, record)
     return Outcome(plan.rows, delivered, finish, tuple(ended))
+
+
+def _request_at(core: Core, record: InFlight, at: int) -> Live | None:
+    """The live request whom the plan's row is about, retracted ones included; None when it has ended meanwhile."""
+    row = int(record.plan.rows[at])
+    if row not in record.dropped:
+        return core.residents.live[row]
+    live = record.late.get(row)
+    if live is None and at >= record.plan.decodes:
+        live = record.prefill[at - record.plan.decodes].live
+    return live if live is not None and core.lives.get(live.id) is live else None
 
 
 def _no_finish(count: int) -> npt.NDArray[np.int8]:
@@ -213,7 +224,7 @@ def _commit_chunk(core: Core, record: InFlight, entry: PrefillRow, leaving: list
     core.totals["prefill_tokens"] += chunk.length
     core.totals["recomputed_tokens"] += max(0, min(end_at, live.highwater) - chunk.start)
     for release in leaving:
-        if release.row == chunk.row:
+        if release.row == chunk.row and core.lives.get(live.id) is live:  # a host may skip rows of those who are gone
             release.valid = max(release.valid, 0 if failed else end_at)
     if chunk.row in record.dropped and live.row != chunk.row:
         live.highwater = max(live.highwater, 0 if failed else end_at)
@@ -301,16 +312,16 @@ def _finish_codes(core: Core, record: InFlight, result: Checked, tokens: npt.NDA
         at = record.position(row)
         if taken[at] and len(live.generated) >= live.limit:
             codes[at] = Finish.LENGTH
-    codes.update({at: Finish.STOP for at in result.finished.tolist() if there[at]})
+    codes.update({at: Finish.STOP for at in result.finished.tolist() if _request_at(core, record, at) is not None})
     if core.stops or record.late:
         final = tokens[np.arange(len(taken)), np.maximum(taken - 1, 0)]
         maybe = set(_stop_candidates(core, final)) if core.stops else set()
         maybe.update(record.position(row) for row in record.late)
         for at in maybe:
-            live_at = record.late.get(int(plan.rows[at])) or residents.live[int(plan.rows[at])]
+            live_at = _request_at(core, record, at)
             if taken[at] and there[at] and live_at is not None and _stops(core, live_at, int(final[at])):
                 codes[at] = Finish.STOP
-    codes.update({at: Finish.ERROR for at in result.failed.tolist() if there[at]})
+    codes.update({at: Finish.ERROR for at in result.failed.tolist() if _request_at(core, record, at) is not None})
 
 
 def _charge_decodes(core: Core, record: InFlight) -> None:

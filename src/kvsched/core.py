@@ -16,7 +16,7 @@ from kvsched.config import SchedulerConfig
 from kvsched.errors import InternalError
 from kvsched.inflight import Hold, InFlight, Pass, Release, Undo
 from kvsched.live import Live
-from kvsched.order import Order
+from kvsched.order import Order, Rank, Ranked
 from kvsched.plan import Event
 from kvsched.protocols import EventSink, Handle, Pool, TreeCache
 from kvsched.queue import WaitingQueue
@@ -55,7 +55,7 @@ class Core:
         self.log = TokenLog(self.residents.rows)
         self.queue = WaitingQueue()
         self.order: Order
-        self.arranged: tuple[Order, tuple[int, ...], list[Live]] | None = None  # the last arrangement, and what it rests on
+        self.arranged: tuple[Ranked, tuple[int, ...], list[tuple[Rank, int, Live]]] | None = None  # the last ranks, and what they rest on
         self.lives: dict[str, Live] = {}
         self.parents: dict[str, list[Live]] = {}
         self.running: dict[str, Live] = {}  # residents by admission
@@ -188,7 +188,8 @@ class Core:
             self.growths += 1
             self.growth_floor = self.growths
         seen = live.hint_seen
-        stale = exact and live.hint and live.hint_shrunk != self.shrunk
+        # what was evicted may come back together with more, under another page than the one that is waited for
+        stale = live.hint and live.hint_shrunk != self.shrunk and (exact or seen != self.growths)
         if not stale and seen >= self.growth_floor and (live.hint_next is None or self.growth.get(live.hint_next, -1) <= seen):
             return live.hint
         usable = reusable(live.target, self.config.page_size)

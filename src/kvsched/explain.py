@@ -40,7 +40,7 @@ def reasons(core: Core) -> dict[str, Reason]:
 def _work_out(core: Core) -> dict[str, Reason]:
     last = core.last_pass
     found: dict[str, Reason] = {}
-    head = False
+    head: Live | None = None
     for live in core.queue.candidates(arranger(core)):
         if last is None or last.number != core.passes or live.submitted_pass >= core.passes:
             found[live.id] = (None, None)
@@ -51,19 +51,19 @@ def _work_out(core: Core) -> dict[str, Reason]:
         elif live.reason is not None and live.reason_pass == core.passes:
             vague = live.reason is WaitReason.COMMITMENT and live.short_by is None
             found[live.id] = _memory(core, last, live) if vague else (live.reason, live.short_by)
-            head = head or live.reason in HEAD_REASONS
+            head = head or (live if live.reason in HEAD_REASONS else None)
         else:
-            found[live.id] = reason = _untried(core, last, live, head=head)
-            head = head or reason[0] in HEAD_REASONS
+            found[live.id] = reason = _untried(core, last, live, head)
+            head = head or (live if reason[0] in HEAD_REASONS else None)
     return found
 
 
-def _untried(core: Core, last: Pass, live: Live, *, head: bool) -> Reason:
+def _untried(core: Core, last: Pass, live: Live, head: Live | None) -> Reason:
     """The reason of a request that the pass did not come to, or passed over in haste behind the head."""
     config = core.config
     matched = core.match(live)
     need = pages_wanted(core, live) - matched // config.page_size
-    if head and (config.head == "strict" or last.closed or (config.head == "backfill" and (last.beside is None or need > last.beside))):
+    if head is not None and (last.closed or not _may_pass(core, last, head, need)):
         return WaitReason.HEAD_OF_LINE, None
     if last.admit_left is not None and last.admit_left <= 0:
         return WaitReason.RANK_AGREEMENT, 1
@@ -81,6 +81,13 @@ def _untried(core: Core, last: Pass, live: Live, *, head: bool) -> Reason:
         return WaitReason.SHARED_PREFILL, None
     reason, short_by = _memory(core, last, live)
     return (reason, short_by) if short_by or last.retracted else (WaitReason.STEP_TOKENS, None)
+
+
+def _may_pass(core: Core, last: Pass, head: Live, need: int) -> bool:
+    """Whether the head policy lets a request that needs so many pages pass the head."""
+    if core.config.head == "skip":
+        return head.bypassed < core.config.max_bypass
+    return core.config.head == "backfill" and last.beside is not None and need <= last.beside
 
 
 def _memory(core: Core, last: Pass, live: Live) -> Reason:

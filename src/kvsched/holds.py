@@ -39,8 +39,7 @@ def _own(core: Core, live: Live, pages: int, until: int | None) -> Hold:
     core.sharing += 1
     row, size = live.row, core.config.page_size
     shared = live.handle.length // size if live.handle is not None else 0
-    pending = sum(int(counts[rows == row].sum()) for record in core.in_flight for rows, counts in record.undo.grants)
-    private = max(int(core.residents.held[row]) - shared - pending, 0)
+    private = int(core.residents.held[row]) - shared
     if pages > shared + private:
         raise HoldRefused(f"hold of {pages} pages, but {live.id!r} has {shared + private}")
     mine: Pages = core.residents.table[row, shared : shared + min(pages, private)].copy()

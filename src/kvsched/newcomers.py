@@ -50,10 +50,10 @@ class Admission:
                 continue
             if most is not None and len(step.admitted) >= most:
                 break
+            if step.budget <= 0 or (self.head is not None and core.residents.count >= core.config.max_running):
+                break
             if self.head is not None and self._behind_head_closed():
                 self.closed = True
-                break
-            if step.budget <= 0 and self.head is None:
                 break
             waits_for_adapter = live.overtaken
             if self.head is not None and self._hopeless(live):
@@ -77,8 +77,6 @@ class Admission:
         core, head = self.core, self.head
         if head is None:
             return False
-        if core.residents.count >= core.config.max_running or self.step.budget <= 0:
-            return True
         if core.config.head == "skip":
             return head.bypassed >= core.config.max_bypass
         if core.config.head == "backfill":
@@ -89,6 +87,8 @@ class Admission:
         """Whether a request behind a deferred head needs more than there is, at the least. O(1) for a known match."""
         if live.late or live.request.ignore_eos or 0 < live.least <= self.room:
             return False
+        if self.core.config.max_adapters is not None and live.request.adapter is not None:
+            return False  # the adapter limit is looked at first, and remembered
         self.core.match(live)
         return live.least > self.room
 
@@ -125,7 +125,7 @@ class Admission:
         full = config.max_adapters is not None and adapter is not None and (
             self.barrier or (adapter not in self.adapters and len(self.adapters) >= config.max_adapters))
         if full or self.places is not None or config.hold_shared_prefill or live.family is not None:
-            matched = core.match(live)
+            matched = core.match(live, exact=True)
             reason = self._stepped_over(live, matched, full=full)
             if reason is not None:
                 return self._no(live, reason)

@@ -69,6 +69,9 @@ class Plan:
     deltas: what to apply to a copy of the block table before the step.
     retracted: ids whose pages were taken, in the order chosen. evicted: cached pages forgotten to make room.
     copies: page copies to do before the step (empty unless a host tier is used).
+
+    A host computes every row, those of requests that a later plan retracted included: their pages may be kept. Rows of
+    requests that ended or were aborted meanwhile may be skipped; whatever stands in the result for them is ignored.
     """
 
     step: int

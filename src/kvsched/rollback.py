@@ -36,7 +36,12 @@ def rollback(core: Core, record: InFlight) -> None:
             returned.append(live)
     for granted, counts in reversed(undo.grants):
         for row, count in reversed(list(zip(granted.tolist(), counts.tolist(), strict=True))):  # as they lay in the pool
-            if row not in record.dropped and residents.taken[row]:
+            if row in record.dropped or not residents.taken[row]:
+                continue
+            if _set_aside(core, row, count):
+                held = int(residents.held[row])
+                core.exchanged.append((row, held - count, residents.pages(row)[held - count :].copy()))
+            else:
                 core.pool.release(residents.truncate(row, count))
                 core.private -= count
     for live in returned:
@@ -48,6 +53,12 @@ def rollback(core: Core, record: InFlight) -> None:
     settle(core, record)
     core.exchanged = record.undo.exchanged + core.exchanged
     _restore(core, record, returned)
+
+
+def _set_aside(core: Core, row: int, pages: int) -> bool:
+    """Whether the host holds one of the last pages of the row: then they stay as they are, like all that came after."""
+    hold = core.hold_rows.get(row)
+    return hold is not None and bool(np.isin(core.residents.pages(row)[-pages:], hold.pages).any())
 
 
 def _restore(core: Core, record: InFlight, back: list[Live]) -> None:

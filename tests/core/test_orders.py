@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 import pytest
 
 from kvsched import Request
 from kvsched.config import ORDERS as NAMES
 from kvsched.live import Live
-from kvsched.order import ORDERS
+from kvsched.order import ORDERS, Rank, Ranked
 
 
 @attrs.define
@@ -16,18 +18,20 @@ class Look:
     """A present made up for the test."""
 
     hits: dict[str, int] = attrs.field(factory=dict)
-    paths: dict[str, tuple[int, ...]] = attrs.field(factory=dict)
     passes: dict[str, int] = attrs.field(factory=dict)
     service: dict[str, float] = attrs.field(factory=dict)
     weights: dict[str, float] = attrs.field(factory=dict)
+    stale: dict[str, int] = attrs.field(factory=dict)
     aging_tokens: int = 0
+    page_size: int = 1
     max_skips: int = 2
 
     def matched(self, live: Live) -> int:
         return self.hits.get(live.id, 0)
 
-    def path(self, live: Live) -> tuple[int, ...]:
-        return self.paths.get(live.id, ())
+    def ranked(self, waiting: Iterable[Live], order: Ranked) -> list[tuple[Rank, int, Live]]:
+        """From a bound that is too high for those in `stale`, as after an eviction."""
+        return sorted((order.rank(live, self.stale.get(live.id, self.matched(live)), self), live.arrival, live) for live in waiting)
 
     def waited(self, live: Live) -> int:
         return self.passes.get(live.id, 0)
@@ -71,10 +75,17 @@ def test_lpm_with_and_without_aging() -> None:
 
 
 def test_dfs_weight_uses_up_the_heaviest_branch_first() -> None:
-    """Branch 1 has three requests, of which two go on to 3; branch 2 has one; U has none cached."""
-    waiting = queue(("U", 5, 1), ("P", 5, 1), ("A", 5, 1), ("B", 5, 1), ("C", 5, 1))
-    paths = {"P": (2,), "A": (1,), "B": (1, 3), "C": (1, 3)}
-    assert turn("dfs-weight", waiting, Look(paths=paths)) == "BCAPU"
+    """A, B and C share two cached tokens, of which B and C go on together; P has a branch of its own; U has none cached."""
+    prompts = {"U": [9, 9], "P": [2, 2, 9], "A": [1, 1, 9], "B": [1, 1, 3, 3, 9], "C": [1, 1, 3, 3, 8]}
+    waiting = [Live(key, Request(key, prompt, 1), 1, at + 1, 1, None) for at, (key, prompt) in enumerate(prompts.items())]
+    assert turn("dfs-weight", waiting, Look({"P": 2, "A": 2, "B": 4, "C": 4})) == "BCAPU"
+    assert turn("dfs-weight", waiting, Look({"P": 2, "A": 1, "B": 1, "C": 1})) == "ABCPU"
+
+
+def test_a_rank_from_a_match_that_was_evicted_waits_its_real_turn() -> None:
+    waiting = queue(("A", 100, 1), ("B", 100, 1), ("C", 100, 1), ("D", 100, 1))
+    assert turn("lpm", waiting, Look({"A": 10, "B": 40, "C": 30}, stale={"A": 50, "B": 60, "C": 30})) == "BCAD"
+    assert turn("sjf", waiting, Look({"A": 10, "B": 40, "C": 30}, stale={"A": 50, "B": 60, "C": 30})) == "BCAD"
 
 
 def test_lof() -> None:

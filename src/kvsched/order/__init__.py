@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvsched.order.orders import ORDERS, Order, View
+from kvsched.order.orders import ORDERS, Order, Rank, Ranked, View
 
-__all__ = ["ORDERS", "Order", "View"]
+__all__ = ["ORDERS", "Order", "Rank", "Ranked", "View"]

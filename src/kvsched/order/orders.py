@@ -6,11 +6,20 @@ before the rest under every order (`kvsched.queue`). An order reads; it changes 
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from kvsched.live import Live
+from kvsched.request import Namespace
+
+BYTES = 4
+"""Bytes of a token id as it is kept."""
+
+
+Rank = tuple[int, ...]
+"""What a ranked order sorts by; lower goes first."""
 
 
 class View(Protocol):
@@ -19,11 +28,18 @@ class View(Protocol):
     def matched(self, live: Live) -> int:
         """Tokens of its prompt that the cache has."""
 
-    def path(self, live: Live) -> tuple[int, ...]:
-        """Ids of the cache nodes on its match, root first; empty where the cache has none to show."""
+    def ranked(self, waiting: Iterable[Live], order: Ranked) -> list[tuple[Rank, int, Live]]:
+        """(rank, arrival, request) of those who wait, sorted; remembered while nothing that the order rests on changed.
+
+        Ranks that rest on the cache are taken from an upper bound of the match, which evictions may have made too high.
+        """
 
     def waited(self, live: Live) -> int:
         """Passes it has waited, the present one included."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
 
     @property
     def aging_tokens(self) -> int:
@@ -42,13 +58,7 @@ class View(Protocol):
 
 
 class Order(Protocol):
-    """One way to arrange those who wait.
-
-    keeps: what its arrangement rests on besides who waits: "cache" for what is cached, "passes" for how long they have
-    waited (with aging); as long as that stands still it is not asked again. Empty: it is asked in every pass.
-    """
-
-    keeps: tuple[str, ...]
+    """One way to arrange those who wait."""
 
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         """The order in which to try them; `waiting` comes by arrival. May be lazy."""
@@ -57,84 +67,138 @@ class Order(Protocol):
 class Fcfs:
     """First come, first served. O(1)."""
 
-    keeps: tuple[str, ...] = ()
-
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         del view
         return waiting
 
 
-class LongestPrefix:
+class Ranked:
+    """An order by one rank per request, among equals by arrival. A subclass says `rank`, and what it rests on.
+
+    rests_on: "cache" when the rank reads `matched`; it must then not fall as `matched` falls. "passes" when it reads how
+    long a request has waited. O(n log n) when something it rests on changed; else O(1) and O(log n) per request taken.
+    """
+
+    rests_on: tuple[str, ...] = ()
+
+    def rank(self, live: Live, matched: int, view: View) -> Rank:
+        """What to sort by, given the tokens that the cache has of the request's prompt."""
+        raise NotImplementedError
+
+    def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
+        """Those who wait by rank. A rank from an upper bound is made exact when its turn comes, and waits its real turn."""
+        entries = view.ranked(waiting, self)
+        if "cache" not in self.rests_on:
+            yield from (live for _, _, live in entries)
+            return
+        put_back: list[tuple[Rank, int, Live]] = []
+        for rank, arrival, live in entries:
+            while put_back and put_back[0] < (rank, arrival):
+                yield heapq.heappop(put_back)[2]
+            exact = self.rank(live, view.matched(live), view)
+            if exact == rank:
+                yield live
+            else:
+                heapq.heappush(put_back, (exact, arrival, live))
+        while put_back:
+            yield heapq.heappop(put_back)[2]
+
+
+class LongestPrefix(Ranked):
     """Longest cached prefix first. A request counts for at least its credit, so that no hot prefix starves it.
 
     With `aging_tokens` a request that waited w passes stands level with a match of w * aging_tokens; among equals the
-    earlier arrival goes first. O(n log n), a cache match for each whose last match is out of date.
+    earlier arrival goes first.
     """
 
-    keeps: tuple[str, ...] = ("queue", "cache", "passes")
+    rests_on = ("cache", "passes")
 
-    def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
+    def rank(self, live: Live, matched: int, view: View) -> Rank:
         credit = view.aging_tokens
-        if not credit:
-            return sorted(waiting, key=lambda live: -view.matched(live))
-        return sorted(waiting, key=lambda live: -max(view.matched(live), credit * view.waited(live)))
+        return (-max(matched, credit * view.waited(live)) if credit else -matched,)
 
 
 class DepthFirstWeight:
-    """Requests below the heaviest cache branch first, branch by branch, so that what is cached is used up together.
+    """Requests below the heaviest cached branch first, branch by branch, so that what is cached is used up together.
 
-    The weight of a cache node is the number of requests whose match runs through it. O(total path length + n log n).
+    The branches are those of the cached prefixes of the requests that wait, page by page, whatever the cache looks like
+    inside; the weight of a branch is the number of requests in it. Requests that end at a fork come after its branches.
+    O(n log n) comparisons of cached prefixes.
     """
 
-    keeps: tuple[str, ...] = ("queue", "cache")
-
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
-        paths = {live.id: view.path(live) for live in waiting}
-        weight: dict[tuple[int, ...], int] = defaultdict(int)
-        for path in paths.values():
-            for depth in range(1, len(path) + 1):
-                weight[path[:depth]] += 1
-
-        def key(live: Live) -> tuple[tuple[int, int], ...]:
-            path = paths[live.id]
-            steps = tuple((-weight[path[: depth + 1]], path[depth]) for depth in range(len(path)))
-            return (*steps, (1, 0))  # those that end at a node come after its branches
-
-        return sorted(waiting, key=key)
-
-
-class LongestOutput:
-    """Most new tokens first: long answers start early. O(n log n)."""
-
-    keeps: tuple[str, ...] = ("queue",)
-
-    def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
-        del view
-        return sorted(waiting, key=lambda live: -live.limit)
-
-
-class Priority:
-    """Lower priority value first, then by arrival. O(n log n)."""
-
-    keeps: tuple[str, ...] = ("queue",)
-
-    def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
-        del view
-        return sorted(waiting, key=lambda live: live.priority)
+        spaces: dict[Namespace, list[tuple[bytes, Live]]] = defaultdict(list)
+        cold: list[Live] = []
+        for live in waiting:
+            matched = view.matched(live)
+            if matched:
+                if len(live.branch) != matched * BYTES:
+                    live.branch = live.tokens[:matched].tobytes()
+                spaces[live.space].append((live.branch, live))
+            else:
+                cold.append(live)
+        page = view.page_size * BYTES
+        order: list[Live] = []
+        # a stack of branches to walk, heaviest on top, and of requests that come after them
+        stack: list[tuple[list[tuple[bytes, Live]], int]] = []
+        _push(stack, [sorted(branch, key=lambda item: (item[0], item[1].arrival)) for branch in spaces.values()], 0)
+        while stack:
+            branch, depth = stack.pop()
+            if depth < 0:
+                order += [live for _, live in branch]
+                continue
+            depth += _common(branch[0][0][depth:], branch[-1][0][depth:]) // page * page
+            ends = [item for item in branch if len(item[0]) == depth]
+            if ends:
+                stack.append((ends, -1))
+            forks: dict[bytes, list[tuple[bytes, Live]]] = defaultdict(list)
+            for item in branch[len(ends):]:  # sorted: those that end here come first
+                forks[item[0][depth : depth + page]].append(item)
+            _push(stack, list(forks.values()), depth)
+        return order + cold
 
 
-class ShortestFirst:
-    """Fewest prompt tokens to compute first; one that was passed `max_skips` times goes before all. O(n log n)."""
+def _push(stack: list[tuple[list[tuple[bytes, Live]], int]], branches: list[list[tuple[bytes, Live]]], depth: int) -> None:
+    """Put branches on the stack so that the heaviest comes off first, among equals that of the earliest arrival."""
+    branches.sort(key=lambda branch: (len(branch), -min(live.arrival for _, live in branch)))
+    stack += [(branch, depth) for branch in branches]
 
-    keeps: tuple[str, ...] = ("queue", "cache")
 
-    def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
-        bound = view.max_skips
+def _common(one: bytes, other: bytes) -> int:
+    """Length of the common prefix. O(log length) memory comparisons."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[:middle] == other[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
-        def key(live: Live) -> tuple[int, int]:
-            return (0, 0) if live.skips >= bound else (1, live.prompt - view.matched(live))
 
-        return sorted(waiting, key=key)
+class LongestOutput(Ranked):
+    """Most new tokens first: long answers start early."""
+
+    def rank(self, live: Live, matched: int, view: View) -> Rank:
+        del matched, view
+        return (-live.limit,)
+
+
+class Priority(Ranked):
+    """Lower priority value first, then by arrival."""
+
+    def rank(self, live: Live, matched: int, view: View) -> Rank:
+        del matched, view
+        return (live.priority,)
+
+
+class ShortestFirst(Ranked):
+    """Fewest prompt tokens to compute first; one that was passed `max_skips` times goes before all."""
+
+    rests_on = ("cache",)
+
+    def rank(self, live: Live, matched: int, view: View) -> Rank:
+        return (0, 0) if live.skips >= view.max_skips else (1, live.prompt - matched)
 
 
 class Fair:
@@ -142,8 +206,6 @@ class Fair:
 
     What a request that is taken will cost counts at once, so that one pass already shares. O(tenants) per request taken.
     """
-
-    keeps: tuple[str, ...] = ()
 
     def arrange(self, waiting: Iterable[Live], view: View) -> Iterable[Live]:
         lines: dict[str, list[Live]] = defaultdict(list)
