@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,10 @@ class Core:
 
     __slots__ = (
         "ahead", "arranged", "arrivals", "attempts", "attempts_committed", "cache", "cache_seen", "chunks", "completions", "config", "decode_steps", "evicted", "events", "exchanged", "explained",
-        "floor", "floor_from", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_newcomer", "last_pass", "ledger",
+        "floor", "floor_from", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
         "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
         "quarantined", "queue", "ratio", "reserve", "residents", "running", "sink", "step", "stops", "undo", "totals", "passes",
-        "inflight_tokens", "admissions", "service", "rates", "sharing", "shrunk", "turn",
+        "inflight_tokens", "admissions", "service", "rates", "sharing", "shrunk", "tenants", "turn",
     )
 
     def __init__(self, config: SchedulerConfig, pool: Pool, cache: TreeCache | None, sink: EventSink | None,
@@ -69,6 +70,7 @@ class Core:
         self.totals = dict.fromkeys(TOTALS, 0)
         self.stops: dict[int, int] = {}  # stop token id -> residents that stop on it
         self.service: dict[str, float] = {}
+        self.tenants: Counter[str] = Counter()  # live requests per tenant
         self.rates: dict[str, float] = {}
         self.growth: dict[tuple[int, bytes], int] = {}  # additions to the cache: (position, tokens of the page) -> count
         self.growths = 0
@@ -85,7 +87,6 @@ class Core:
         self.attempts = self.attempts_committed = self.chunks = self.completions = self.decode_steps = 0
         self.progress_step = 0
         self.last_decode_step = 0
-        self.last_newcomer = 0  # step in which somebody was admitted last
         self.postponed = False  # the last step put a due decode behind a grant
         self.paused: str | None = None
         self.last_pass: Pass | None = None

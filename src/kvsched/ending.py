@@ -17,6 +17,9 @@ def end(core: Core, live: Live, finish: Finish) -> Ended:
     computed = core.committed(live) if resident else live.highwater
     waited = waited_steps(core, live)
     core.lives.pop(live.id, None)  # before its pages go: a pin is for who ended, not for who was retracted
+    core.tenants[live.tenant] -= 1
+    if not core.tenants[live.tenant]:
+        del core.tenants[live.tenant]
     if resident:
         core.collect(live)
         row = live.row

@@ -36,7 +36,7 @@ class Live:
     """
 
     __slots__ = (
-        "admitted", "arrival", "branch", "bypassed", "cached", "family", "generated", "handle", "highwater",
+        "admitted", "arrival", "branch", "bypassed", "cached", "commons", "family", "generated", "handle", "highwater",
         "hint", "hint_next", "hint_seen", "hint_shrunk", "id", "last_grant", "last_token_step", "late", "least", "limit", "max_gap", "overtaken",
         "priority", "prompt", "ready", "reason", "reason_pass", "request", "retractions", "row", "short_by",
         "since", "skips", "space", "stops", "state", "submitted_pass", "submitted_step", "target", "tenant", "tokens", "total",
@@ -83,6 +83,7 @@ class Live:
         self.hint_next: tuple[int, bytes] | None = None  # what must be added to the cache for the match to grow
         self.hint_seen = -1  # growth of the cache up to which the match is known
         self.hint_shrunk = 0  # evictions up to which the match is known to the token
+        self.commons: dict[int, int] = {}  # arrival of another request: tokens that both prompts begin with
         self.branch = b""  # its matched tokens as bytes, for orders that compare them
         self.least = 0  # pages it needs at least, given the match
         self.reason: WaitReason | None = None

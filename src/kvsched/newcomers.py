@@ -21,6 +21,9 @@ from kvsched.step import Step
 from kvsched.units import NO_PAGES, aligned, pages_for, reusable
 from kvsched.verdict import HEAD_REASONS, Verdict, WaitReason, decide
 
+MOST_COMMONS = 64
+"""Requests with which one that waits remembers its common prefix: more than ever prefill at once in practice."""
+
 
 class Admission:
     """One pass over those who wait: who starts in this step, and why the others do not."""
@@ -226,7 +229,6 @@ class Admission:
         for stop in live.stops:
             core.stops[stop] = core.stops.get(stop, 0) + 1
         core.ledger.commit(live.id, live.target - matched)
-        step.undo.set(core, "last_newcomer", step.number)
         core.totals["cached_tokens"] += matched
         step.undo.cached += matched
         step.undo.set(live, "waited", live.waited + core.passes - 1 - live.submitted_pass)
@@ -268,13 +270,16 @@ def lock(core: Core, live: Live) -> tuple[Handle | None, int]:
 
 def awaits_prefill(core: Core, live: Live, matched: int) -> bool:
     """Whether a resident is about to put the very next page that this request lacks into the cache."""
+    if matched + core.config.page_size > reusable(live.target, core.config.page_size):
+        return False
     return any(shares(core, live, other, matched) for other in core.prefilling.values())
 
 
 def shares(core: Core, live: Live, other: Live, matched: int) -> bool:
     """Whether `live` would wait for `other`'s prefill to put the page after `matched` tokens into the cache.
 
-    Siblings (n > 1) always wait for each other's prompt; others only under `hold_shared_prefill`. O(matched).
+    Siblings (n > 1) always wait for each other's prompt; others only under `hold_shared_prefill`. How much two prompts
+    share is worked out once for each pair. O(1), the first time O(tokens).
     """
     family = live.family is not None and other.family is live.family
     if core.cache is None or not (family or core.config.hold_shared_prefill) or other is live:
@@ -283,7 +288,22 @@ def shares(core: Core, live: Live, other: Live, matched: int) -> bool:
     if not live.request.cache_read or not other.request.cache_write or other.space != live.space or \
             until > reusable(live.target, core.config.page_size) or until > aligned(other.target, core.config.page_size):
         return False
-    return np.array_equal(other.part(0, until), live.part(0, until))
+    if until > live.prompt or until > other.prompt:  # beyond a prompt, what was generated counts too
+        return np.array_equal(other.part(0, until), live.part(0, until))
+    return family or until <= _common(live, other)
+
+
+def _common(live: Live, other: Live) -> int:
+    """Tokens with which both prompts begin; remembered for a few others."""
+    found = live.commons.get(other.arrival)
+    if found is None:
+        size = min(live.prompt, other.prompt)
+        differs = (live.tokens[:size] != other.tokens[:size]).nonzero()[0]
+        found = int(differs[0]) if len(differs) else size
+        if len(live.commons) >= MOST_COMMONS:
+            live.commons.clear()
+        live.commons[other.arrival] = found
+    return found
 
 
 def record_pass(admission: Admission) -> None:

@@ -93,22 +93,19 @@ def _prefill(step: Step) -> None:
 def _grant(step: Step) -> bool:
     """A prefill whose grant is due gets its chunk before the decodes of this step (law C4).
 
-    One prefill per step: of residents the one that waited longest; or, when no newcomer started for as long, the first
-    that a pass admits. After a step in which a grant put decodes off, decodes go first.
+    One prefill per step, the one that is due for longest. After a step in which a grant put decodes off, they go first.
     """
     core, every = step.core, step.core.config.prefill_grant
     if every is None or core.postponed:
         return False
     due = [live for live in partials(core) if step.number - live.last_grant >= every]
-    waiting = step.number - core.last_newcomer >= every and \
-        any(live.ready and not live.late and core.passes - live.submitted_pass >= every for live in core.queue)
-    if due and not (waiting and core.last_newcomer < min(live.last_grant for live in due)):
-        return continue_chunk(step, min(due, key=lambda live: (live.last_grant, live.arrival)))
-    if waiting:
+    resident = min(due, key=lambda live: (live.last_grant, live.arrival), default=None)
+    since = min((live.submitted_step for live in core.queue if live.ready and not live.late), default=step.number)
+    if step.number - since >= every and (resident is None or since < resident.last_grant):
         Admission(step).run(most=1)
         if step.admitted:
             return True
-    return bool(due) and continue_chunk(step, min(due, key=lambda live: (live.last_grant, live.arrival)))
+    return resident is not None and continue_chunk(step, resident)
 
 
 def _activate(step: Step) -> None:

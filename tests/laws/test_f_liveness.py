@@ -131,7 +131,7 @@ def test_f1_whoever_waits_can_say_why() -> None:
     submit(sched, ask("A", 4, 1, ready=False), ask("D", 10, 9), ask("B", 12, 1), ask("C", 4, 1))
     step(sched)
     assert running(sched) == ["D"]
-    assert {key: why(sched, key) for key in "ABC"} == {"A": ("host", None), "B": ("pages", 2), "C": ("head_of_line", None)}
+    assert {key: why(sched, key) for key in "ABC"} == {"A": ("host", None), "B": ("pages", 3), "C": ("head_of_line", None)}
     sched.pause("hold")
     step(sched)
     assert {why(sched, key)[0] for key in "ABCD"} == {"paused"}

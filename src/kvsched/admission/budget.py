@@ -191,13 +191,13 @@ def first_fit(core: Core, need: int, funds: Funds, match: Pages) -> int | None:
 
 
 def memory_reason(core: Core, need: int, fundable: int, available: int) -> tuple[WaitReason, int]:
-    """Which memory is short for `need` pages, and by how many: held by the host, not there, or promised to others.
+    """Which memory is short for `need` pages: held by the host, not there, or promised to others.
 
-    fundable, available: with the match of the request locked.
+    The number is the same for all three: how many more pages would have to be fundable (law B8). fundable, available: with
+    the match of the request locked.
     """
     held = sum(len(hold.pages) + hold.cached for hold in core.holds.values())
+    short = max(need - fundable, 0)
     if held and fundable < need <= fundable + held:
-        return WaitReason.PINNED_PAGES, need - fundable
-    if need > available:
-        return WaitReason.PAGES, need - available
-    return WaitReason.COMMITMENT, max(need - fundable, 0)
+        return WaitReason.PINNED_PAGES, short
+    return (WaitReason.PAGES if need > available else WaitReason.COMMITMENT), short

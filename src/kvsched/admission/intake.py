@@ -71,16 +71,16 @@ def admit_to_queue(core: Core, lives: list[Live]) -> None:
         core.inflight_tokens += live.prompt
         if core.sink is not None:
             core.events.append(Event("queued", live.id, core.step))
-        if core.config.order == "fair":
-            _lift(core, live)
+        if core.config.order == "fair" and live.tenant not in core.tenants:
+            _lift(core, live.tenant)
+        core.tenants[live.tenant] += 1
 
 
-def _lift(core: Core, live: Live) -> None:
+def _lift(core: Core, tenant: str) -> None:
     """A tenant that had no work starts level with the least served of those who have, so that it cannot save up."""
-    others = [other.tenant for other in core.lives.values() if other is not live]
-    if live.tenant not in others and others:
-        least = min(core.service.get(tenant, 0.0) for tenant in others)
-        core.service[live.tenant] = max(core.service.get(live.tenant, 0.0), least)
+    if core.tenants:
+        least = min(core.service.get(other, 0.0) for other in core.tenants)
+        core.service[tenant] = max(core.service.get(tenant, 0.0), least)
 
 
 def as_accepted(request: Request, ids: tuple[str, ...], limit: int) -> Accepted:

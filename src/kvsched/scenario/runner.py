@@ -85,6 +85,7 @@ class _Flight:
 
     plan: Plan
     known: Mapping[str, _Known]
+    reasons: Mapping[str, records.Reason]  # of the pass before, which stand again after a rollback
 
 
 class Runner:
@@ -104,10 +105,11 @@ class Runner:
         self._refused: dict[str, dict[str, Any]] = {}
         self._flushed: dict[str, Any] | None = None
         self._held: set[str] = set()
+        self._reasons: Mapping[str, records.Reason] = {}
 
     def state(self) -> dict[str, Any]:
         """The state of SCENARIOS.md, as plain values. O(requests)."""
-        return records.assemble(self.scheduler, self._ended, self._refused, self._flushed)
+        return records.assemble(self.scheduler, self._ended, self._refused, self._flushed, self._reasons)
 
     def take(self, event: Event) -> None:
         """Do what one event says. Raises `HostError` or `ConfigError` where the file asks for what is not allowed."""
@@ -209,7 +211,8 @@ class Runner:
     def _schedule(self, _: Any) -> None:
         plan = self.scheduler.schedule()
         known = {name: self._known[name] for name in plan.ids} if plan else {}
-        self._flights.append(_Flight(plan, known))
+        self._flights.append(_Flight(plan, known, self._reasons))
+        self._reasons = records.reasons(self.scheduler)
 
     def _commit(self, accepted: Mapping[str, int]) -> None:
         if not self._flights:
@@ -224,7 +227,7 @@ class Runner:
         if not self._flights:
             raise InvalidScenario("rollback needs a plan in flight, and there is none")
         self.scheduler.rollback(self._flights[-1].plan)
-        self._flights.pop()
+        self._reasons = self._flights.pop().reasons
 
     def _step(self, rounds: int) -> None:
         for _ in range(rounds):

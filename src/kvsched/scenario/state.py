@@ -71,11 +71,22 @@ def aborted(before: Mapping[str, Any], max_gap: int) -> Record:
     return Record({**before, "status": "aborted", "finish": "abort", **_OVER}, max_gap)
 
 
+Reason = tuple[str | None, int | None]
+
+
+def reasons(scheduler: Scheduler) -> dict[str, Reason]:
+    """Why each live request gets nothing, asked right after a pass: what comes after it changes no reason of that pass."""
+    return {name: (request["wait_reason"], request["short_by"]) for name, request in scheduler.snapshot()["requests"].items()}
+
+
 def assemble(
-    scheduler: Scheduler, over: Mapping[str, Record], refusals: Mapping[str, Any], flushed: Mapping[str, Any] | None
+    scheduler: Scheduler, over: Mapping[str, Record], refusals: Mapping[str, Any], flushed: Mapping[str, Any] | None,
+    reasons_then: Mapping[str, Reason],
 ) -> dict[str, Any]:
-    """The whole state, as a new dict of plain values. O(requests)."""
+    """The whole state, as a new dict of plain values; `reasons_then`: those of the last pass. O(requests)."""
     state = dict(scheduler.snapshot())
+    for name, request in state["requests"].items():
+        request["wait_reason"], request["short_by"] = reasons_then.get(name, (None, None))
     state["requests"] = {**{name: dict(record.state) for name, record in over.items()}, **state["requests"]}
     state["max_gap"] = {**{name: record.max_gap for name, record in over.items()}, **state["max_gap"]}
     state["refused"] = {name: dict(refusal) for name, refusal in refusals.items()}

@@ -143,7 +143,8 @@ class Books:
         """Whether one more position is known to be wanted, every draft in flight taken as accepted."""
         if account.paused or account.prefilling:
             return False
-        if account.request.block_tokens is not None and any(r.account is account for f in self.frames for r in f.rows):
+        passes = [r for f in self.frames for r in f.rows if r.account is account and r.decode]
+        if account.request.block_tokens is not None and passes:
             return False  # whether its block is final is not known yet
         return account.next < account.total and account.limit > 0
 
