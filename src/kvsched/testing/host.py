@@ -102,7 +102,7 @@ class CheckedHost:
         self.digests: list[str] = []
         self._last: Plan | None = None
         self._before: dict[str, Any] | None = None  # snapshot before the newest schedule, while nothing happened since
-        self._again: tuple[Any, ...] | None = None  # the plan that must come again after its rollback
+        self._again: str | None = None  # the plan that must come again after its rollback
         self.state = self.scheduler.snapshot()
 
     # -- the API --------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class CheckedHost:
         check_hits(plan, hits)
         self.verify()
         if again is not None and agreed is None:
-            law("a rolled back plan is made again", again == _essence(plan), again, _essence(plan))
+            law("a rolled back plan is made again", again == plan.digest, plan)
         self._again = None
         self._before = before if agreed is None else None
 
@@ -227,7 +227,7 @@ class CheckedHost:
             law("rollback restores the state", _comparable(before, plan.evicted) == _comparable(self.state, 0),
                 _difference(_comparable(before, plan.evicted), _comparable(self.state, 0)))
             if not plan.evicted:
-                self._again = _essence(plan)
+                self._again = plan.digest
 
     def pause(self, mode: str) -> None:
         """Pause in one of the two modes."""
@@ -424,20 +424,14 @@ def _reason(reason: Any) -> str | None:
     return None if reason is None else str(reason.value)
 
 
-def _essence(plan: Plan) -> tuple[Any, ...]:
-    """A plan without its page ids: what must come again when nothing changed."""
-    return (plan.status, plan.step, plan.ids, plan.starts.tolist(), plan.counts.tolist(), plan.decodes, plan.retracted,
-            plan.evicted, plan.admitted, len(plan.deltas))
-
-
 def _comparable(state: Mapping[str, Any], evicted: int) -> dict[str, Any]:
     """A snapshot without what a pass leaves behind; `evicted` pages moved from the cache to the free ones."""
-    out = {key: value for key, value in state.items() if key not in ("plan", "waiting")}
+    out = {key: value for key, value in state.items() if key != "plan"}
     out["free"], out["cached"] = state["free"] + evicted, state["cached"] - evicted
-    out["totals"] = {**state["totals"], "evicted_pages": state["totals"]["evicted_pages"] + evicted}
-    out["requests"] = {name: {k: v for k, v in entry.items() if k not in ("wait_reason", "short_by")}
+    same = {"pinned_pages": "pages"}  # whether held pages would have been enough is not judged again
+    out["requests"] = {name: {**entry, "wait_reason": same.get(entry["wait_reason"], entry["wait_reason"])}
                        for name, entry in state["requests"].items()}
-    out["waiting"] = sorted(state["waiting"])
+    out["totals"] = {**state["totals"], "evicted_pages": state["totals"]["evicted_pages"] + evicted}
     return out
 
 
