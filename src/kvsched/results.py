@@ -14,6 +14,9 @@ from kvsched.inflight import InFlight
 from kvsched.plan import StepResult
 from kvsched.units import NO_INTS, Ints
 
+BYTES = 4
+"""Bytes of the smallest integer type that holds every token id."""
+
 
 @attrs.define(eq=False)
 class Checked:
@@ -35,9 +38,10 @@ def check_result(record: InFlight, result: StepResult) -> Checked:
     if not tokens.size and tokens.dtype.kind == "f":
         tokens = tokens.astype(np.int64)
     width = 1 if record.decode_widths is None else int(record.decode_widths.max())
-    if tokens.dtype.kind not in "iu":
+    kind = tokens.dtype.kind
+    if kind not in "iu":
         raise InvalidResult(f"tokens must be integers, not {tokens.dtype}")
-    if tokens.dtype not in (np.int32, np.int64):
+    if kind == "u" or tokens.dtype.itemsize < BYTES:
         tokens = tokens.astype(np.int64)  # -1 marks what is not delivered, so the type must have one
     if not (tokens.shape == (count,) or (tokens.ndim == 2 and tokens.shape[0] == count and tokens.shape[1] >= width)):
         allowed = f"({count},) or ({count}, at least {width})"
@@ -82,7 +86,7 @@ def _array(value: Any, name: str) -> npt.NDArray[Any]:
 def _check_ids(record: InFlight, tokens: npt.NDArray[np.signedinteger[Any]], failed: Ints) -> None:
     """Token ids that would be delivered must be ids. Rows that sample nothing may hold anything."""
     flat = tokens if tokens.ndim == 1 else tokens[:, 0]
-    if not len(flat) or (int(flat.min()) >= 0 and (flat.dtype == np.int32 or int(flat.max()) < 2**31)):
+    if not len(flat) or (int(flat.min()) >= 0 and (flat.dtype.itemsize == BYTES or int(flat.max()) < 2**31)):
         return
     silent = {record.plan.decodes + at for at, entry in enumerate(record.prefill) if not entry.chunk.last}
     silent.update(failed.tolist())
