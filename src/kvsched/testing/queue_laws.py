@@ -7,11 +7,12 @@ need is known exactly (guaranteed admission, no cache, nothing in flight).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from kvsched.plan import Plan
 from kvsched.testing.account import Account, Books, law
 from kvsched.testing.plan_laws import Scene
-from kvsched.units import pages_for, reusable
+from kvsched.units import aligned, pages_for, reusable
 
 STEPPED_OVER = frozenset({"adapter_limit", "shared_prefill", "partial_prefill_limit", "host"})
 """Reasons that the head policies do not rule: such a request is passed."""
@@ -48,8 +49,25 @@ def _strict(books: Books, account: Account, other: Account, reason: str | None) 
     behind = other.id in books.overtaken and account.request.adapter is not None
     law("B10 overtaken in one pass only", not behind, account.id, "passed", other.id)
     if books.config.head == "strict":
-        passed = reason in STEPPED_OVER or _no_adapter_for(books, other) or _no_partial_place(books)
+        passed = reason in STEPPED_OVER or _steps_aside(books, other)
         law(f"strict {books.config.order}", passed, account.id, "was admitted before", other.id, "which waits for", reason)
+
+
+def _steps_aside(books: Books, account: Account) -> bool:
+    """Whether it may have been stepped over when its turn came, whatever stops it at the end of the pass."""
+    return _no_adapter_for(books, account) or _no_partial_place(books) or _waits_for_a_prefix(books, account)
+
+
+def _waits_for_a_prefix(books: Books, account: Account) -> bool:
+    size = books.config.page_size
+    most = reusable(len(account.text), size)
+    for leader in books.order:
+        if leader.prefilling and leader.request.space == account.request.space:
+            pairs = zip(account.text[:most], leader.text[: leader.target], strict=False)
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if aligned(common, size) > aligned(leader.done, size):
+                return True
+    return False
 
 
 def _no_adapter_for(books: Books, account: Account) -> bool:
@@ -74,7 +92,7 @@ def _head(books: Books, plan: Plan, scene: Scene) -> Account | None:
         return None
     waiting = [a for a in books.accounts.values() if not a.resident and a.ready and a.id not in plan.admitted]
     head = min(waiting, key=lambda a: a.arrival, default=None)
-    if head is None or scene.reasons.get(head.id) not in MEMORY_OR_PLACES or _no_adapter_for(books, head) or _no_partial_place(books):
+    if head is None or scene.reasons.get(head.id) not in MEMORY_OR_PLACES or _steps_aside(books, head):
         return None
     return head
 
