@@ -29,9 +29,11 @@ def partials(core: Core) -> list[Live]:
 
 
 def alone(core: Core, live: Live, step: Step) -> bool:
-    """Whether no other request wants prefill now; asked only where `long_prefill_tokens` makes a difference."""
+    """Whether no other request wants prefill in this step; asked only where `long_prefill_tokens` makes a difference."""
     if core.config.long_prefill_tokens is None:
         return True
+    if any(entry.live is not live for entry in step.prefill):
+        return False
     waiting = len(core.queue) - core.queue.unready - len(step.admitted) - (live.row < 0)
     return waiting <= 0 and not any(other is not live and remaining(core, other) > 0 for other in core.prefilling.values())
 

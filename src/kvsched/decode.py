@@ -59,6 +59,9 @@ def _plan_rows(step: Step, rows: Ints, tried: set[int]) -> bool:
             return not turns
         where = residents.index(rows)
     step.decode_rows, step.decode_starts, step.decode_widths = rows, starts, widths
+    if step.turns:
+        step.undo.served.append((rows, residents.served[rows]))
+        residents.served[rows] = step.number
     step.budget -= len(rows) if widths is None else int(widths.sum())
     if residents.blocks:
         blocks = residents.block[where] > 0
@@ -102,9 +105,7 @@ def _take_turns(step: Step, rows: Ints, widths: Ints) -> Ints:
     residents = step.core.residents
     turn = np.lexsort((residents.entered[rows], residents.served[rows]))
     keep = np.sort(turn[: int(np.searchsorted(np.cumsum(widths[turn]), step.budget, side="right"))])
-    chosen = rows[keep]
-    step.undo.served.append((chosen, residents.served[chosen]))
-    residents.served[chosen] = step.number
+    step.turns = True
     skip(step, np.delete(rows, keep), WaitReason.STEP_TOKENS)
     return keep
 

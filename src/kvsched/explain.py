@@ -106,7 +106,7 @@ def _reason_of_resident(core: Core, live: Live) -> Reason:
     if live.reason is not None and live.reason_pass == core.passes:
         return live.reason, live.short_by
     for rows, reason in core.skips:
-        if live.row in rows.tolist():
+        if live.row in rows.tolist() and core.residents.served[live.row] != core.step:  # else it came in for another
             return reason, None
     return None, None
 

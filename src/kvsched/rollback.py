@@ -86,7 +86,8 @@ def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
     for rows, served in undo.served:
         residents.served[rows] = served
     for tenant, amount in undo.service:
-        core.service[tenant] -= amount
+        if tenant in core.service:
+            core.service[tenant] -= amount
     core.totals["cached_tokens"] -= undo.cached
     for live in core.queue:
         live.submitted_pass = min(live.submitted_pass, core.passes)

@@ -17,7 +17,7 @@ class Step:
     number: of the step. budget: tokens left in it. admit_left: newcomers that the ranks still agreed on, None for any
     number. decode_*, ending: the decode rows, where they start, how wide they are (None: one slot each), which are
     blocks, and which reach their last slot. prefill, planned: prefill rows, and their table rows. retracted, displaced:
-    ids whose pages were taken, and whether for a better priority. delta_*: block-table entries written, in order.
+    ids whose pages were taken, and whether for a better priority. turns: whether decodes take turns. delta_*: block-table entries written, in order.
     fresh: residents whose prefill ends here; they decode from the next step on. admitted: who came in.
 
     A plain class: one is made in every step, and attrs' factories would take 1 us more.
@@ -26,7 +26,7 @@ class Step:
     __slots__ = (
         "admit_left", "admitted", "budget", "core", "decode_blocks", "decode_rows", "decode_starts", "decode_widths",
         "delta_columns", "delta_pages", "delta_rows", "displaced", "ending", "fresh", "number", "planned", "prefill",
-        "retracted", "undo",
+        "retracted", "turns", "undo",
     )
 
     def __init__(self, core: Core, number: int, budget: int, undo: Undo, admit_left: int | None = None) -> None:
@@ -42,6 +42,7 @@ class Step:
         self.planned: set[int] = set()
         self.retracted: list[str] = []
         self.displaced = False
+        self.turns = False  # decodes exceed the budget and take turns
         self.delta_rows: list[Ints] = []
         self.delta_columns: list[Ints] = []
         self.delta_pages: list[Pages] = []

@@ -66,6 +66,46 @@ def test_c4_the_least_recently_served_goes_first() -> None:
     assert served == ["AB", "CD", "AE", "BC", "AD"]  # A and E were both served in the third step: by admission
 
 
+def test_c4_a_first_token_is_a_turn() -> None:
+    """Budget 1, grants and decodes alternate. N's prompt ends in step 4, after A's turn in step 3: A goes before N again."""
+    sched = make(500, max_step_tokens=100, prefill_grant=1)
+    submit(sched, ask("A", 4, 20), ask("B", 4, 20))
+    step(sched)
+    sched.set_limits(max_step_tokens=1)
+    submit(sched, ask("N", 2, 20))
+    assert "".join("".join(step(sched).ids) for _ in range(8)) == "NANBANBA"
+
+
+def test_c4_a_turn_that_cannot_be_taken_goes_to_the_next() -> None:
+    """Page 2. It is A's turn, and A needs a page that is on its way from V. B needs none and gets the token."""
+    sched = make(6, 2, conservativeness=0, max_in_flight=2)
+    submit(sched, ask("A", 1, 9), ask("B", 4, 8), ask("V", 3, 9, priority=1))
+    step(sched)
+    second = sched.schedule()
+    assert (second.decode_ids, pages(sched)[0]) == (("A", "B", "V"), 0)
+    sched.set_limits(max_step_tokens=1)
+    third = sched.schedule()
+    assert (third.retracted, third.decode_ids) == (("V",), ("B",))
+    assert why(sched, "A") == ("pages", 1)
+    sched.commit(second, StepResult(tokens=[7] * 3))
+    sched.commit(third, StepResult(tokens=[7]))
+    assert step(sched).decode_ids == ("A",)
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize(("spare", "admitted", "retracted"), [(-1, (), ("B",)), (0, (), ()), (1, ("N",), ())])
+def test_c4_prefill_that_goes_first_leaves_decodes_their_pages(lookahead: int, spare: int, admitted: tuple[str, ...],
+                                                               retracted: tuple[str, ...]) -> None:
+    """A and B need a page each (three with two drafts). What is free beyond that is N's; nobody is admitted where they lack one."""
+    due = 2 * (1 + lookahead)
+    sched = make(10 + due + spare, conservativeness=0, decode_every=2, lookahead_tokens=lookahead)
+    submit(sched, ask("A", 5, 6), ask("B", 5, 6))
+    step(sched)
+    submit(sched, ask("N", 1, 1))
+    plan = sched.schedule()
+    assert (plan.admitted, plan.retracted, plan.decodes) == (admitted, retracted, 2 - len(retracted))
+
+
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_c4_decode_every_bounds_the_gap(every: int) -> None:
     """A long prefill takes whole steps, and in every third of them the decode goes first (case C42 for 1)."""
