@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsched import PagePool, RadixCache, Request, Scheduler, SchedulerConfig, StepResult
-from kvsched.admission.budget import Funds, first_fit, needs, over_promised, pages_wanted, reach, released_in_turn, safe
+from kvsched.admission.budget import (
+    Funds,
+    first_fit,
+    memory_reason,
+    needs,
+    over_promised,
+    pages_wanted,
+    reach,
+    released_in_turn,
+    safe,
+)
 from kvsched.core import Core
 from kvsched.live import Live
 from kvsched.units import NO_PAGES, pages_for
@@ -225,3 +235,20 @@ def test_what_the_head_matched_is_released_by_nobody() -> None:
     assert first_fit(core, 6, Funds(core), handle.pages) == 0
     assert first_fit(core, 7, Funds(core), handle.pages) is None
     cache.unlock(handle)
+
+
+# -- the word for a shortage ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("held", "need", "fundable", "available", "word"), [
+    (0, 10, 9, 9, "pages"), (0, 10, 9, 10, "commitment"), (0, 10, 4, 9, "pages"), (0, 10, 4, 10, "commitment"),
+    (3, 10, 9, 9, "pinned_pages"), (3, 10, 7, 9, "pinned_pages"), (3, 10, 6, 9, "pages"), (3, 10, 6, 10, "commitment"),
+    (3, 10, 10, 10, "commitment"),
+])
+def test_a_shortage_is_of_held_pages_of_pages_or_of_promises(held: int, need: int, fundable: int, available: int, word: str) -> None:
+    """Would fit if held pages came back; else lacks pages; else fits there, and not beside what is promised."""
+    sched = build(50)
+    if held:
+        sched.hold_pages("lease", held)
+    reason, short = memory_reason(sched._core, need, fundable, available)
+    assert (reason.value, short) == (word, need - fundable)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from loop import advance, ask, chunks, drain, make, pages, running, step, submit, totals, until, waiting, why
 
 from kvsched import RefusalReason, Refused, Scheduler, Status, StepResult
@@ -236,6 +238,27 @@ def test_b10_backfill_passes_the_head_only_where_its_start_is_not_delayed() -> N
     advance(sched, stop=("A",))
     assert step(sched).admitted == ("B",)  # in the very step after A's end
     assert waiting(sched) == ["C6", "C7", "C8"]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(requests=st.lists(st.tuples(st.integers(1, 10), st.integers(1, 10)), min_size=3, max_size=7), pool=st.integers(19, 25),
+       page_size=st.sampled_from([1, 3]), chunk=st.sampled_from([None, 3]))
+def test_b10_backfill_delays_no_head(requests: list[tuple[int, int]], pool: int, page_size: int, chunk: int | None) -> None:
+    """The first that is deferred starts in the same step as where nobody may pass it, or earlier."""
+    start: dict[str, dict[str, int]] = {}
+    for head in ("strict", "backfill"):
+        sched = make(pool // page_size, page_size, admission="guaranteed", head=head, chunk_tokens=chunk)
+        accepted = [key for key, (prompt, new) in enumerate(requests) if sched.submit(ask(f"R{key}", prompt, new))]
+        start[head] = {}
+        while sched.has_work():
+            plan = sched.schedule()
+            start[head].update(dict.fromkeys(plan.admitted, plan.step))
+            sched.commit(plan, StepResult(tokens=[7] * len(plan)))
+        assert len(start[head]) == len(accepted)
+    deferred = [key for key, at in start["strict"].items() if at > 1]
+    if deferred:
+        first = min(deferred, key=lambda key: int(key[1:]))
+        assert start["backfill"][first] <= start["strict"][first]
 
 
 def test_b10_strict_lets_nobody_pass() -> None:
