@@ -125,7 +125,7 @@ class Core:
             self.totals["evicted_pages"] += len(pages)
             self.shrunk += 1
         self.private += n
-        return self.pool.alloc(n)
+        return np.array(self.pool.alloc(n), dtype=np.int32)  # a plan keeps them, whatever array the host's pool hands out
 
     def store_prefix(self, live: Live, upto: int, *, adopt: bool) -> None:
         """Put the row's pages up to `upto` valid tokens into the cache and keep them locked (law D8).

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -57,9 +57,29 @@ class Deltas:
         return len(self.row)
 
 
+class RowIds:
+    """Ids of rows, worked out when asked for: a plan of thousands of rows is made without them. Pickles as the ids alone."""
+
+    __slots__ = ("_found", "_names", "_rows")
+
+    def __init__(self, names: list[str], rows: Ints) -> None:
+        self._names = names
+        self._rows = rows
+        self._found: tuple[str, ...] | None = None
+
+    def __call__(self) -> tuple[str, ...]:
+        if self._found is None:
+            names = self._names
+            self._found = tuple([names[row] for row in self._rows.tolist()])
+        return self._found
+
+    def __reduce__(self) -> tuple[type[RowIds], tuple[list[str], Ints]]:
+        return RowIds, (list(self()), np.arange(len(self._rows)))
+
+
 @attrs.frozen(eq=False)
 class Plan:
-    """What to run in one step. Rows: decodes first (ascending table row), then prefills in the order they got budget.
+    """What to run in one step: a value that can be kept, compared by digest, pickled and sent. Rows: decodes first (ascending table row), then prefills in the order they got budget.
 
     step: number of the step, from 1. status: what the plan means; only RUN has rows.
     rows, starts, counts: int64[n]; table row, position of the first token computed, tokens computed. A row attends to
@@ -86,7 +106,7 @@ class Plan:
     evicted: int
     copies: tuple[tuple[int, int], ...]
     admitted: tuple[str, ...]
-    _decode_ids: Callable[[], tuple[str, ...]]
+    _decode_ids: RowIds
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -11,7 +11,7 @@ from kvsched.displace import displace
 from kvsched.explain import status_of
 from kvsched.inflight import InFlight, Pass, Undo
 from kvsched.newcomers import Admission, record_pass
-from kvsched.plan import Agreed, Deltas, Plan
+from kvsched.plan import Agreed, Deltas, Plan, RowIds
 from kvsched.step import Step, ones
 from kvsched.units import NO_INTS, NO_PAGES, Ints
 from kvsched.verdict import WaitReason
@@ -133,7 +133,6 @@ def _build(step: Step) -> tuple[Plan, InFlight]:
         chunks = ()
     for array in (rows, starts, counts):
         array.flags.writeable = False
-    names = core.residents.names()
     plan = Plan(
         step=step.number,
         status=status_of(core, rows=len(rows)),
@@ -147,7 +146,7 @@ def _build(step: Step) -> tuple[Plan, InFlight]:
         evicted=core.evicted,
         copies=(),
         admitted=tuple(live.id for live in step.admitted),
-        decode_ids=lambda: tuple([names[row] for row in decode_rows.tolist()]),
+        decode_ids=RowIds(core.residents.names(), decode_rows),
     )
     return plan, InFlight(plan, step.undo, decode_rows, widths, step.ending, step.decode_blocks, step.prefill)
 
