@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -106,7 +106,7 @@ class Plan:
     evicted: int
     copies: tuple[tuple[int, int], ...]
     admitted: tuple[str, ...]
-    _decode_ids: RowIds
+    _decode_ids: Callable[[], tuple[str, ...]]
 
     def __len__(self) -> int:
         return len(self.rows)
