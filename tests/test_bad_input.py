@@ -304,6 +304,7 @@ MEDDLING: dict[str, Callable[[Scheduler, Plan | None], object]] = {
     "submit": lambda s, _: s.submit(Request("x", [1], 1)),
     "abort": lambda s, _: s.abort("a"),
     "abort_all": lambda s, _: s.abort_all(),
+    "finish": lambda s, _: s.finish("a"),
     "schedule": lambda s, _: s.schedule(),
     "commit": lambda s, p: s.commit(p, rows(len(p) if p is not None else 0)),  # type: ignore[arg-type]
     "rollback": lambda s, p: s.rollback(p),  # type: ignore[arg-type]

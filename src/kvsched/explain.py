@@ -15,7 +15,6 @@ from kvsched.inflight import Pass
 from kvsched.live import Live
 from kvsched.newcomers import lock, shares
 from kvsched.plan import Status
-from kvsched.units import aligned
 from kvsched.verdict import HEAD_REASONS, Explanation, WaitReason
 
 Reason = tuple[WaitReason | None, int | None]
@@ -77,7 +76,7 @@ def _untried(core: Core, last: Pass, live: Live, head: Live | None) -> Reason:
     if config.max_adapters is not None and adapter is not None and adapter not in last.adapters and \
             len(last.adapters) >= config.max_adapters:
         return WaitReason.ADAPTER_LIMIT, None
-    if any(shares(core, live, leader, aligned(committed, config.page_size)) for leader, committed in last.leaders):
+    if any(shares(core, live, leader, matched) for leader in last.leaders):
         return WaitReason.SHARED_PREFILL, None
     reason, short_by = _memory(core, last, live)
     return (reason, short_by) if short_by or last.retracted else (WaitReason.STEP_TOKENS, None)
@@ -99,7 +98,8 @@ def _memory(core: Core, last: Pass, live: Live) -> Reason:
         own = before - core.cache.evictable
         core.cache.unlock(handle, used=False)
     need = pages_wanted(core, live) - matched // core.config.page_size
-    return memory_reason(core, need, last.fundable - own, last.available - own)
+    fundable, available = (last.head_fundable, last.head_available) if live is last.head else (last.fundable, last.available)
+    return memory_reason(core, need, fundable - own, available - own)
 
 
 def _reason_of_resident(core: Core, live: Live) -> Reason:

@@ -5,6 +5,8 @@ A held page is quarantined: not free, not evictable, never handed out, until it 
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvsched.admission.budget import needs
 from kvsched.core import Core
 from kvsched.errors import HoldRefused
@@ -13,17 +15,18 @@ from kvsched.live import Live
 from kvsched.units import Pages
 
 
-def hold(core: Core, name: str, pages: int, until: int | None) -> None:
+def hold(core: Core, name: str, pages: int, until: int | None) -> Pages:
     """Set `pages` aside under `name`: that request's own if it holds any, else free ones, then evictable ones.
 
-    Raises `HoldRefused`, changing nothing, for a name in use or when there are not enough that nobody was promised.
+    Returns their ids. Raises `HoldRefused`, changing nothing, for a name in use or when there are not enough that nobody was promised.
     """
     if name in core.holds:
         raise HoldRefused(f"{name!r} already holds {_size(core.holds[name])} pages")
     live = core.lives.get(name)
     if live is not None and live.row >= 0:
-        core.holds[name] = _own(core, live, pages, until)
-        return
+        row = live.row
+        core.holds[name] = held = _own(core, live, pages, until)
+        return np.concatenate((core.residents.table[row, : held.cached], held.pages))
     promised = int(needs(core, core.residents.taken_rows()).sum())
     room = core.available() - promised
     if pages > room:
@@ -32,6 +35,7 @@ def hold(core: Core, name: str, pages: int, until: int | None) -> None:
     core.private -= pages
     core.quarantined += pages
     core.holds[name] = Hold(taken, until)
+    return taken.copy()
 
 
 def _own(core: Core, live: Live, pages: int, until: int | None) -> Hold:

@@ -142,7 +142,8 @@ class Hold:
 class Pass:
     """What the last pass left, kept for explain(): why a request that was not tried got nothing is worked out from it.
 
-    leaders: residents with prefill to commit, and how many of their tokens were committed.
+    head_fundable, head_available: when the head was deferred, before anybody passed it. leaders: residents with prefill
+    to commit.
     """
 
     number: int
@@ -152,10 +153,12 @@ class Pass:
     budget: int = 0
     fundable: int = 0
     available: int = 0
+    head_fundable: int = 0
+    head_available: int = 0
     beside: int | None = None
     partial_places: int | None = None
     adapters: frozenset[str] = frozenset()
     full: bool = False  # max_running was reached
     retracted: bool = False
     admit_left: int | None = None
-    leaders: tuple[tuple[Live, int], ...] = ()
+    leaders: tuple[Live, ...] = ()

@@ -28,7 +28,7 @@ MOST_COMMONS = 64
 class Admission:
     """One pass over those who wait: who starts in this step, and why the others do not."""
 
-    __slots__ = ("adapters", "beside", "closed", "core", "funds", "head", "head_handle", "places", "room", "step", "barrier")
+    __slots__ = ("adapters", "beside", "closed", "core", "funds", "head", "head_funds", "head_handle", "places", "room", "step", "barrier")
 
     def __init__(self, step: Step) -> None:
         core = step.core
@@ -37,6 +37,7 @@ class Admission:
         self.funds = Funds(core)
         self.head: Live | None = None
         self.head_handle: Handle | None = None
+        self.head_funds = (0, 0)  # fundable and available when the head was deferred
         self.beside: int | None = None  # backfill: pages left beside the head at its start
         self.room = 0  # behind a head: pages that one request can have at most
         self.closed = False
@@ -68,6 +69,7 @@ class Admission:
                 self._passed(live)
             elif reason in HEAD_REASONS and self.head is None:
                 self.head = live
+                self.head_funds = self.funds.fundable(), core.available()
                 if core.config.head == "strict":
                     self.closed = True
                     break
@@ -309,12 +311,10 @@ def _common(live: Live, other: Live) -> int:
 def record_pass(admission: Admission) -> None:
     """Keep what explain() needs to know of the pass."""
     core, step, config = admission.core, admission.step, admission.core.config
-    leaders: tuple[tuple[Live, int], ...] = ()
-    if config.hold_shared_prefill or core.parents:
-        computing = {entry.live.id: entry.chunk.start for entry in step.prefill}
-        leaders = tuple((live, computing.get(live.id, int(core.residents.ctx[live.row]))) for live in core.prefilling.values())
+    leaders = tuple(core.prefilling.values()) if config.hold_shared_prefill or core.parents else ()
     step.undo.set(core, "last_pass", Pass(
         core.passes, False, admission.head, admission.closed, step.budget, admission.funds.fundable(), core.available(),
+        *admission.head_funds,
         admission.beside, admission.places, frozenset(name for name in admission.adapters if name is not None),
         core.residents.count >= config.max_running, step.retracted_for_memory, step.admit_left, leaders,
     ))

@@ -88,6 +88,7 @@ class Plan:
     decodes: how many of the rows are decodes. prefill: the `Chunk` of each other row.
     deltas: what to apply to a copy of the block table before the step.
     retracted: ids whose pages were taken, in the order chosen. evicted: cached pages forgotten to make room.
+    admitted: ids that start in this step, resuming ones included.
     copies: page copies to do before the step (empty unless a host tier is used).
 
     A host computes every row, those of requests that a later plan retracted included: their pages may be kept. Rows of

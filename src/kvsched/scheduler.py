@@ -36,7 +36,7 @@ from kvsched.holds import hold, release
 from kvsched.live import Live
 from kvsched.liveness import Health, health, stalled
 from kvsched.order import ORDERS
-from kvsched.plan import Agreed, Flushed, Outcome, Plan, StepResult
+from kvsched.plan import Agreed, Ended, Flushed, Outcome, Plan, StepResult
 from kvsched.planning import make_plan
 from kvsched.protocols import EventSink, Pool, TreeCache
 from kvsched.request import Cause, Finish, Request, State, whole
@@ -222,14 +222,25 @@ class Scheduler:
         return self._abort(key)
 
     @_guarded
-    def abort_all(self) -> int:
-        """End every live request. Returns how many."""
+    def finish(self, key: str) -> tuple[Ended, ...]:
+        """End a request, or every child of it, as stopped: the host found a stop string in text it had already.
+
+        Like a stop in commit(): what was computed may stay in the cache. Returns the records of those who ended.
+        """
+        self._changing = True
+        ended = tuple(end(self._core, live, Finish.STOP) for live in self._named(key))
+        self._rest()
+        return ended
+
+    @_guarded
+    def abort_all(self) -> tuple[str, ...]:
+        """End every live request. Returns their ids."""
         self._changing = True
         lives = list(self._core.lives.values())
         for live in lives:
             end(self._core, live, Finish.ABORT)
         self._rest()
-        return len(lives)
+        return tuple(live.id for live in lives)
 
     @_guarded
     def mark_ready(self, key: str) -> bool:
@@ -246,7 +257,7 @@ class Scheduler:
     def schedule(self, agreed: Agreed | None = None) -> Plan:
         """Decide the next step. Reads no clock and draws no random number: the same calls give the same plans.
 
-        agreed: what the ranks agreed for this step, None for one rank. Raises `TooManyInFlight` when `max_in_flight`
+        agreed: what the ranks agreed for this step, None for one rank; `Agreed(admit=0)` admits nobody. Raises `TooManyInFlight` when `max_in_flight`
         plans wait for their end. Cost: per page crossed, chunk and admission; O(1) numpy calls for steady decodes.
         """
         core = self._core
@@ -296,22 +307,24 @@ class Scheduler:
     # -- control --------------------------------------------------------------------------------------------------
 
     @_guarded
-    def pause(self, mode: str) -> None:
+    def pause(self, mode: str) -> tuple[str, ...]:
         """Stop starting and running requests: "hold" keeps their pages, "retract" sends them back to the queue.
 
-        Idempotent. Steps in flight still end. Raises `InvalidRequest` for another mode.
+        Idempotent. Steps in flight still end. Returns the ids of those it stopped. Raises `InvalidRequest` for another mode.
         """
         core = self._core
         if mode not in ("hold", "retract"):
             raise InvalidRequest(f"mode must be 'hold' or 'retract', not {mode!r}")
         self._changing = True
         core.paused = mode
-        for live in list(core.running.values()):
+        stopped = [live for live in core.running.values() if mode == "retract" or live.state is State.RUNNING]
+        for live in stopped:
             if mode == "retract":
                 retract(core, live, in_pass=False)
-            elif live.state is State.RUNNING:
+            else:
                 live.move(Cause.HOLD)
                 core.tell("paused", live)
+        return tuple(live.id for live in stopped)
 
     @_guarded
     def resume(self) -> None:
@@ -355,7 +368,7 @@ class Scheduler:
             if key not in SETTABLE:
                 raise ConfigError(f"{key} cannot be set on a live scheduler; allowed are {', '.join(SETTABLE)}")
         changed = attrs.evolve(core.config, **limits)
-        widest = max((live.request.block_tokens or 0 for live in core.lives.values()), default=0)
+        widest = 0 if "max_step_tokens" not in limits else max((live.request.block_tokens or 0 for live in core.lives.values()), default=0)
         if changed.max_step_tokens < widest:
             raise ConfigError(f"max_step_tokens must be at least {widest}, the widest block of a live request, not {changed.max_step_tokens}")
         if changed.order != core.config.order:
@@ -363,10 +376,10 @@ class Scheduler:
         core.config = changed
 
     @_guarded
-    def hold_pages(self, name: str, pages: int, steps: int | None = None) -> None:
+    def hold_pages(self, name: str, pages: int, steps: int | None = None) -> Pages:
         """Set pages aside under a name: that request's own if it holds any, else free ones, then evictable ones.
 
-        They count as quarantined until release_pages(name), or for `steps` steps. Raises `HoldRefused`, changing
+        They count as quarantined until release_pages(name), or for `steps` steps. Returns their ids. Raises `HoldRefused`, changing
         nothing, when there are not enough pages that nobody was promised.
         """
         if not name or not isinstance(name, str):
@@ -374,7 +387,7 @@ class Scheduler:
         whole(pages, "pages", 1)
         whole(steps, "steps", 1, none=True)
         self._changing = True
-        hold(self._core, name, int(pages), None if steps is None else self._core.step + int(steps))
+        return hold(self._core, name, int(pages), None if steps is None else self._core.step + int(steps))
 
     @_guarded
     def release_pages(self, name: str) -> bool:

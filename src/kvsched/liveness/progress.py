@@ -24,6 +24,7 @@ class Health:
 
     attempts: plans made. chunks: prefill chunks committed. decode_steps: committed steps with a decode in them.
     completions: requests that ended otherwise than by abort. still_steps: steps since the last progress, 0 when idle.
+    running, waiting: requests with and without pages. free_pages, evictable_pages: of the pool and of the cache.
     ready: whether the queue would take another request of one token. A full queue while tokens flow is live, not ready.
     """
 
@@ -34,6 +35,10 @@ class Health:
     decode_steps: int
     completions: int
     still_steps: int
+    running: int
+    waiting: int
+    free_pages: int
+    evictable_pages: int
 
 
 def stalled(core: Core) -> bool:
@@ -65,4 +70,8 @@ def health(core: Core) -> Health:
         decode_steps=core.decode_steps,
         completions=core.completions,
         still_steps=core.step - core.progress_step if core.lives else 0,
+        running=len(core.running),
+        waiting=len(core.queue),
+        free_pages=core.pool.free,
+        evictable_pages=core.cache.evictable if core.cache is not None else 0,
     )
