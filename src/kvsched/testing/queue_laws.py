@@ -29,16 +29,17 @@ def check_overtaking(books: Books, account: Account, plan: Plan, scene: Scene) -
             continue
         if other.retractions:
             if books.config.head == "strict" and other.id not in late and other.id not in plan.retracted:
-                _resumes_first(account, other, reasons.get(other.id))
+                _resumes_first(books, account, other, reasons.get(other.id))
         elif books.config.order in ("fcfs", "priority") and not account.retractions and _rank(books, other) < _rank(books, account):
             _strict(books, account, other, reasons.get(other.id))
 
 
-def _resumes_first(account: Account, other: Account, reason: str | None) -> None:
+def _resumes_first(books: Books, account: Account, other: Account, reason: str | None) -> None:
     """C33: a retracted request resumes before all of the same or worse priority that never started; several by arrival."""
     theirs = (other.request.priority, other.arrival) if account.retractions else (other.request.priority,)
     mine = (account.request.priority, account.arrival) if account.retractions else (account.request.priority,)
-    law("C2 retracted ones resume first", theirs > mine or reason in STEPPED_OVER, account.id, "was admitted before", other.id, reason)
+    passed = theirs > mine or reason in STEPPED_OVER or _steps_aside(books, other)
+    law("C2 retracted ones resume first", passed, account.id, "was admitted before", other.id, reason)
 
 
 def _strict(books: Books, account: Account, other: Account, reason: str | None) -> None:
