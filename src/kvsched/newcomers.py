@@ -151,7 +151,7 @@ class Admission:
         beside = self._beside_head(need)
         if (verdict is not Verdict.ADMIT and not by_peak) or not beside:
             reason = self._short(live, need) if beside else self._no(live, WaitReason.HEAD_OF_LINE)
-            self._let_go(live, handle, need)
+            self._let_go(handle, need)
             return reason
         length = chunk_length(live.target - matched, step.budget, config.chunk_tokens, config.long_prefill_tokens,
                               alone=alone(core, live, step))
@@ -201,7 +201,7 @@ class Admission:
         fundable = self.funds.fundable()
         return self._no(live, *memory_reason(self.core, need, fundable, self.core.available()))
 
-    def _let_go(self, live: Live, handle: Handle | None, need: int) -> None:
+    def _let_go(self, handle: Handle | None, need: int) -> None:
         """A candidate that is not admitted leaves no lock behind; a backfill head keeps its own until the pass ends."""
         core = self.core
         if self.head is None and core.config.head == "backfill":
@@ -209,7 +209,6 @@ class Admission:
             self.head_handle = handle
         elif handle is not None and core.cache is not None:
             core.cache.unlock(handle, used=False)
-        del live
 
     def _admit(self, live: Live, handle: Handle | None, matched: int, length: int, need: int, *, by_peak: bool) -> None:
         core, step = self.core, self.step
