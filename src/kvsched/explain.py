@@ -98,7 +98,9 @@ def _memory(core: Core, last: Pass, live: Live) -> Reason:
         own = before - core.cache.evictable
         core.cache.unlock(handle, used=False)
     need = pages_wanted(core, live) - matched // core.config.page_size
-    fundable, available = (last.head_fundable, last.head_available) if live is last.head else (last.fundable, last.available)
+    then, fundable, available = live.turn
+    if then != core.passes:
+        fundable, available = last.fundable, last.available
     return memory_reason(core, need, fundable - own, available - own)
 
 

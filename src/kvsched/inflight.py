@@ -142,8 +142,7 @@ class Hold:
 class Pass:
     """What the last pass left, kept for explain(): why a request that was not tried got nothing is worked out from it.
 
-    head_fundable, head_available: when the head was deferred, before anybody passed it. leaders: residents with prefill
-    to commit.
+    fundable, available: pages that were left. leaders: residents with prefill to commit.
     """
 
     number: int
@@ -153,8 +152,6 @@ class Pass:
     budget: int = 0
     fundable: int = 0
     available: int = 0
-    head_fundable: int = 0
-    head_available: int = 0
     beside: int | None = None
     partial_places: int | None = None
     adapters: frozenset[str] = frozenset()

@@ -39,7 +39,7 @@ class Live:
         "admitted", "arrival", "branch", "bypassed", "cached", "commons", "family", "generated", "handle", "highwater",
         "hint", "hint_next", "hint_seen", "hint_shrunk", "id", "last_grant", "last_token_step", "late", "least", "limit", "max_gap", "overtaken",
         "priority", "prompt", "ready", "reason", "reason_pass", "request", "retractions", "row", "short_by",
-        "since", "skips", "space", "stops", "state", "submitted_pass", "submitted_step", "target", "tenant", "tokens", "total",
+        "since", "skips", "space", "stops", "state", "submitted_pass", "submitted_step", "target", "tenant", "turn", "tokens", "total",
         "total_pages", "uncomputed", "waited",
     )
 
@@ -85,6 +85,7 @@ class Live:
         self.hint_shrunk = 0  # evictions up to which the match is known to the token
         self.commons: dict[int, int] = {}  # arrival of another request: tokens that both prompts begin with
         self.branch = b""  # its matched tokens as bytes, for orders that compare them
+        self.turn = (-1, 0, 0)  # pass that deferred it without a close look; fundable and available pages at its turn
         self.least = 0  # pages it needs at least, given the match
         self.reason: WaitReason | None = None
         self.reason_pass = -1

@@ -28,7 +28,7 @@ MOST_COMMONS = 64
 class Admission:
     """One pass over those who wait: who starts in this step, and why the others do not."""
 
-    __slots__ = ("adapters", "beside", "closed", "core", "funds", "head", "head_funds", "head_handle", "places", "room", "step", "barrier")
+    __slots__ = ("adapters", "beside", "closed", "core", "funds", "head", "head_handle", "places", "room", "step", "barrier", "turn")
 
     def __init__(self, step: Step) -> None:
         core = step.core
@@ -37,7 +37,7 @@ class Admission:
         self.funds = Funds(core)
         self.head: Live | None = None
         self.head_handle: Handle | None = None
-        self.head_funds = (0, 0)  # fundable and available when the head was deferred
+        self.turn = (0, 0, 0)  # pass, fundable and available pages, as whoever is tried now finds them
         self.beside: int | None = None  # backfill: pages left beside the head at its start
         self.room = 0  # behind a head: pages that one request can have at most
         self.closed = False
@@ -62,6 +62,7 @@ class Admission:
             waits_for_adapter = live.overtaken
             if self.head is not None and self._hopeless(live):
                 self.barrier = self.barrier or waits_for_adapter
+                live.turn = self.turn
                 continue  # explain() works its reason out when asked
             reason = self._try(live)
             self.barrier = self.barrier or (waits_for_adapter and reason is not None)
@@ -69,7 +70,7 @@ class Admission:
                 self._passed(live)
             elif reason in HEAD_REASONS and self.head is None:
                 self.head = live
-                self.head_funds = self.funds.fundable(), core.available()
+                live.turn = core.passes, self.funds.fundable(), core.available()
                 if core.config.head == "strict":
                     self.closed = True
                     break
@@ -99,7 +100,9 @@ class Admission:
 
     def _measure_room(self) -> None:
         """Pages that somebody behind the head can have at most."""
-        self.room = self.funds.fundable() if self.beside is None else min(self.funds.fundable(), self.beside)
+        fundable = self.funds.fundable()
+        self.room = fundable if self.beside is None else min(fundable, self.beside)
+        self.turn = self.core.passes, fundable, self.core.available()
 
     def _passed(self, live: Live) -> None:
         """`live` was admitted: count it against those it overtook."""
@@ -313,7 +316,6 @@ def record_pass(admission: Admission) -> None:
     leaders = tuple(core.prefilling.values()) if config.hold_shared_prefill or core.parents else ()
     step.undo.set(core, "last_pass", Pass(
         core.passes, False, admission.head, admission.closed, step.budget, admission.funds.fundable(), core.available(),
-        *admission.head_funds,
         admission.beside, admission.places, frozenset(name for name in admission.adapters if name is not None),
         core.residents.count >= config.max_running, step.retracted_for_memory, step.admit_left, leaders,
     ))

@@ -428,8 +428,7 @@ def _comparable(state: Mapping[str, Any], evicted: int) -> dict[str, Any]:
     """A snapshot without what a pass leaves behind; `evicted` pages moved from the cache to the free ones."""
     out = {key: value for key, value in state.items() if key != "plan"}
     out["free"], out["cached"] = state["free"] + evicted, state["cached"] - evicted
-    same = {"pinned_pages": "pages"}  # what is short, and whether held pages would have been enough, may be judged anew
-    out["requests"] = {name: {**entry, "wait_reason": same.get(entry["wait_reason"], entry["wait_reason"]), "short_by": None}
+    out["requests"] = {name: {k: v for k, v in entry.items() if k not in ("wait_reason", "short_by")}  # worked out when asked for
                        for name, entry in state["requests"].items()}
     out["totals"] = {**state["totals"], "evicted_pages": state["totals"]["evicted_pages"] + evicted}
     return out

@@ -159,7 +159,7 @@ def check_bounds(books: Books, plan: Plan, scene: Scene, decodable: Sequence[Acc
     """C4: gaps of decodes and of prefills, judged where memory and the host cannot be the reason.
 
     decodable, parked: who could decode, and who wanted prefill, in this step. The bound of a decode is ceil(running / rows of a
-    step), times `decode_every`; each grant that goes first takes one step more.
+    step), times `decode_every`; with grants, each step of it may have one grant before it.
     """
     served, config = set(plan.ids), books.config
     for account in books.order:
@@ -174,7 +174,7 @@ def check_bounds(books: Books, plan: Plan, scene: Scene, decodable: Sequence[Acc
         account.wait += 1
         bound = pages_for(account.peers, max(1, config.max_step_tokens // dearest)) * config.decode_every
         if config.prefill_grant is not None:
-            bound += 1 + bound // max(config.prefill_grant - 1, 1)
+            bound = 2 * bound + 1  # several prefills may be due in turn; a decode step stands between two grants that go first
         law("C4 decode gap", not judged or account.wait + 1 <= bound, account.id, "waits", account.wait, "steps, bound", bound)
     books.parked_steps = 0 if plan.prefill or not parked else books.parked_steps + 1
     if config.prefill_grant is not None:
