@@ -138,6 +138,17 @@ def test_c4_a_grant_bounds_the_wait_of_a_prefill() -> None:
     assert max(sched.snapshot()["max_gap"].values()) == 2  # all ten were served in every step but that one
 
 
+def test_c4_a_grant_is_for_one() -> None:
+    """Two newcomers are due, and five decodes want the whole budget of five: one newcomer goes before them."""
+    sched = make(500, max_step_tokens=100, prefill_grant=1)
+    submit(sched, *(ask(f"D{index}", 1, 50) for index in range(5)))
+    step(sched)
+    sched.set_limits(max_step_tokens=5)
+    submit(sched, ask("N1", 1, 1), ask("N2", 1, 1))
+    plan = step(sched)
+    assert (plan.admitted, plan.decodes) == (("N1",), 4)
+
+
 def test_c4_without_a_grant_decodes_always_go_first() -> None:
     assert _never_ending(None)[1] == 0
 
