@@ -22,7 +22,7 @@ Reason = tuple[WaitReason | None, int | None]
 
 def explain(core: Core, live: Live) -> Explanation:
     """The first reason that stops the request, as of the last pass; None when nothing does or no pass saw it yet."""
-    reason, short_by = _reason_of_resident(core, live) if live.row >= 0 else reasons(core)[live.id]
+    reason, short_by = _reason_of_resident(core, live) if live.row >= 0 else reasons(core).get(live.id, (None, None))
     words = "" if reason is None else reason.value if short_by is None else f"{reason.value}, short by {short_by}"
     since = live.submitted_step + 1 if live.row < 0 and core.passes > live.submitted_pass else None
     return Explanation(live.id, live.state.value, reason, short_by, waited_steps(core, live), since, words)

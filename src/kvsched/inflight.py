@@ -47,10 +47,10 @@ class Undo:
 
     cached: tokens counted as hits. attributes: (object, name, old value). lagged: rows whose gap began here. served:
     (rows, step of their last turn). service: (tenant, amount charged). exchanged: block-table entries that this plan
-    told the host. grants: (rows, pages appended to each). A plain class, like `kvsched.step.Step`.
+    told the host. explained: reasons that had been worked out for the pass before. grants: (rows, pages appended to each). A plain class, like `kvsched.step.Step`.
     """
 
-    __slots__ = ("attributes", "cached", "exchanged", "grants", "lagged", "last_decode_step", "postponed", "ratio", "served",
+    __slots__ = ("attributes", "cached", "exchanged", "explained", "grants", "lagged", "last_decode_step", "postponed", "ratio", "served",
                  "service", "skips", "step")
 
     def __init__(self, ratio: float, step: int, last_decode_step: int, skips: list[tuple[Ints, WaitReason]], *,
@@ -61,6 +61,7 @@ class Undo:
         self.skips = skips
         self.postponed = postponed
         self.cached = 0
+        self.explained: tuple[tuple[Any, ...], dict[str, tuple[WaitReason | None, int | None]]] | None = None
         self.attributes: list[tuple[Any, str, Any]] = []
         self.lagged: list[Ints] = []
         self.served: list[tuple[Ints, Ints]] = []

@@ -29,6 +29,7 @@ def make_plan(core: Core, agreed: Agreed | None) -> Plan:
         core.floor_from = core.available()
         core.floor = agreed.free_pages
     core.undo = undo
+    undo.explained = core.explained
     core.evicted = 0
     core.skips = []
     if core.exchanged:

@@ -70,7 +70,6 @@ def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
     core.skips = undo.skips
     core.postponed = undo.postponed
     core.progress_step = min(core.progress_step, core.step)
-    core.explained = None
     core.passes -= 1
     for target, name, value in reversed(undo.attributes):
         if name == "uncomputed":
@@ -96,3 +95,6 @@ def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
             core.queue.add_resuming(live)
         else:
             core.queue.add(live)
+    asked = undo.explained
+    same = asked is not None and asked[0][0] == core.passes  # the reasons of the pass before stand again, as they were told
+    core.explained = ((core.passes, core.queue.version, core.paused), asked[1]) if asked is not None and same else None
