@@ -98,7 +98,9 @@ class PlainModel(Books):
         plan_laws.check_bounds(self, plan, scene, decodable, parked)
         if scene.agreed:
             self._count_anew()
-        self.overtaken = {name for name, reason in scene.reasons.items() if reason == "adapter_limit"}
+        last = max([self.accounts[name].arrival for name in plan.admitted], default=-1)
+        self.overtaken = {name for name, reason in scene.reasons.items()
+                          if reason == "adapter_limit" and (self.accounts[name].arrival < last or name in self.overtaken)}
         self.evicted += plan.evicted
         if not self.accounts:
             self.moved = [self.step, self.step]
