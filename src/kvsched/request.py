@@ -82,7 +82,7 @@ def as_tokens(value: Any, name: str = "prompt") -> Tokens:
     """A read-only int32 copy of a sequence of token ids. Raises `InvalidRequest` for anything else. O(tokens)."""
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError, OverflowError):
+    except Exception:  # noqa: BLE001  # whatever a foreign array raises
         raise InvalidRequest(f"{name} must be a sequence of integers in one dimension, not {_shown(value)}") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequest(f"{name} must be a sequence of integers in one dimension, not {_shown(value)}")

@@ -79,7 +79,7 @@ def check_result(record: InFlight, result: StepResult) -> Checked:
 def _array(value: Any, name: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(value)
-    except (ValueError, TypeError, OverflowError):
+    except Exception:  # noqa: BLE001  # whatever a foreign array raises
         raise InvalidResult(f"{name} must hold integers, one row for each row of the plan, not {value!r}") from None
 
 

@@ -84,6 +84,11 @@ def _guarded(method: Callable[Concatenate[Scheduler, P], R]) -> Callable[Concate
     return guarded
 
 
+def _string(value: object, name: str) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} must be a string, not {value!r}")
+
+
 class Scheduler:
     """Decides which requests run each step, on which pages, what is evicted or retracted, and what is refused.
 
@@ -227,8 +232,9 @@ class Scheduler:
 
         Like a stop in commit(): what was computed may stay in the cache. Returns the records of those who ended.
         """
+        found = self._named(key)
         self._changing = True
-        ended = tuple(end(self._core, live, Finish.STOP) for live in self._named(key))
+        ended = tuple(end(self._core, live, Finish.STOP) for live in found)
         self._rest()
         return ended
 
@@ -245,8 +251,8 @@ class Scheduler:
     @_guarded
     def mark_ready(self, key: str) -> bool:
         """A request submitted with ready=False may start. Costs no tokens. False when it was ready or is not live."""
-        self._changing = True
         found = [live for live in self._named(key) if not live.ready]
+        self._changing = True
         for live in found:
             self._core.queue.made_ready(live)
         return bool(found)
@@ -392,12 +398,14 @@ class Scheduler:
     @_guarded
     def release_pages(self, name: str) -> bool:
         """Give held pages back. False when the name holds none (any more): an acknowledgement may come after the lease."""
+        _string(name, "name")
         self._changing = True
         return release(self._core, name)
 
     @_guarded
     def unpin(self, owner: str) -> bool:
         """Let go of the pages that an ended request pinned. False when it has no pin."""
+        _string(owner, "owner")
         self._changing = True
         return self._core.unpin(owner)
 
@@ -405,18 +413,20 @@ class Scheduler:
 
     def _named(self, key: str) -> list[Live]:
         """The live request of this id, or the live children of it."""
+        _string(key, "id")
         live = self._core.lives.get(key)
         return [live] if live is not None else list(self._core.parents.get(key, ()))
 
     def _live(self, key: str) -> Live:
+        _string(key, "id")
         live = self._core.lives.get(key)
         if live is None:
             raise UnknownRequest(f"no live request has the id {key!r}")
         return live
 
     def _abort(self, key: str) -> bool:
-        self._changing = True
         found = self._named(key)
+        self._changing = True
         for live in found:
             end(self._core, live, Finish.ABORT)
         self._rest()

@@ -51,6 +51,8 @@ def run(tokens: Sequence[int] = (12_000, 128_000), page_size: int = 16, repeats:
     one token is left to compute, so the last page is split off). pages_us: reading the pages of the handle after that.
     """
     for size in tokens:
+        if size <= page_size:
+            raise ValueError(f"tokens must be more than a page of {page_size}, not {size}")
         source = _Source(seed, page_size)
         cache = RadixCache(page_size)
         whole = aligned(size, page_size)

@@ -100,7 +100,7 @@ def parse(text: str, default_name: str = "scenario") -> Document:
     """Check the text of one file. Raises `InvalidScenario`."""
     try:
         top = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise InvalidScenario(f"not JSON: {error}") from None
     except RecursionError:
         raise InvalidScenario("not a scenario: nested too deeply") from None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -118,6 +117,11 @@ class Trace:
     arrivals: Sequence[Arrival]
     skipped: int = 0
 
+LATEST = 1e15
+"""Times beyond this many seconds or milliseconds are no trace's: 30 million years."""
+DIGITS = 20
+"""Longest count that is read as one."""
+
 
 @attrs.frozen
 class _Line:
@@ -139,7 +143,7 @@ class _Line:
                 value = float(value)
             except ValueError:
                 raise self.bad(f"{key} must be a number of at least 0", value) from None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LATEST:
             raise self.bad(f"{key} must be a number of at least 0", value)
         return float(value)
 
@@ -155,7 +159,8 @@ class _Line:
     def count(self, key: str, low: int) -> int:
         """A number of tokens."""
         value = self.fields.get(key)
-        number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+        plain = isinstance(value, str) and value.strip().isdecimal() and len(value) <= DIGITS
+        number: Any = int(str(value)) if plain else value
         if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= MAX_TOKEN_ID:
             raise self.bad(f"{key} must be an integer of at least {low}", value)
         return number
@@ -241,7 +246,7 @@ def _json_lines(path: Path) -> Iterator[_Line]:
     for number, text in _lines(path):
         try:
             fields = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}, line {number}: expected a JSON object, and it does not parse: {error}") from None
         if not isinstance(fields, dict):
             raise _Line(path, number, {}).bad("expected a JSON object", fields)
