@@ -16,6 +16,8 @@ ORDERS = ("fcfs", "lpm", "dfs-weight", "lof", "priority", "sjf", "fair")
 HEADS = ("strict", "backfill", "skip")
 ADMISSIONS = ("guaranteed", "expected")
 RATIO_STARTS = ("minimum", "initial")
+MOST = 2**31 - 1
+"""Largest integer of any key: token and page ids are int32, and sums of a few of them stay exact in int64."""
 
 
 def _integer(low: int, none: bool = False) -> Any:
@@ -24,6 +26,8 @@ def _integer(low: int, none: bool = False) -> Any:
             return
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{attribute.name} must be an integer of at least {low}{' or None' if none else ''}, not {value!r}")
+        if value > MOST:
+            raise ConfigError(f"{attribute.name} must be at most {MOST}, not {value!r}")
 
     return check
 

@@ -44,7 +44,8 @@ class Admission:
         self.barrier = False  # somebody who was overtaken for the adapter limit before is still waiting
         limit = core.config.max_partial_prefills
         self.places = None if limit is None else limit - len(partials(core))
-        self.adapters = {live.request.adapter for live in core.running.values()} - {None}
+        limited = core.config.max_adapters is not None
+        self.adapters = {live.request.adapter for live in core.running.values()} - {None} if limited else set()
 
     def run(self, most: int | None = None) -> None:
         """Try everybody in order, until `most` are admitted."""

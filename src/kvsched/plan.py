@@ -147,8 +147,8 @@ class Plan:
 class StepResult:
     """What the host's forward pass gave, in the plan's row order.
 
-    tokens: integers [rows], or [rows, 1 + lookahead_tokens] with speculation or blocks (accepted drafts first, then the
-        sampled token). A row that samples nothing (a chunk that is not the last) may hold anything.
+    tokens: integers [rows], or [rows, width] with speculation or blocks, at least as wide as the widest decode row of the
+        plan (accepted drafts first, then the sampled token; of a block all its tokens). A row that samples nothing (a chunk that is not the last) may hold anything.
     accepted: integers [rows], drafts taken besides the sampled token, 0 for prefill rows. None: no drafts taken.
     finished: positions in the plan (0 to rows - 1) that the host knows to be at an end (stop string, grammar).
     failed: positions whose computation failed; their requests end with `Finish.ERROR` and no token.

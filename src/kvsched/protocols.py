@@ -1,7 +1,8 @@
 """What kvsched asks of the parts a host may bring: page pool, tree cache, executor, event sink.
 
 Only protocols live here. The decision core imports this file and never an implementation. `kvsched.memory` ships
-implementations; `kvsched.testing` has a conformance suite for each, so a host can run it on a class of its own.
+implementations of the first two; `kvsched.testing` has a conformance suite for each of these, so that a host can run it on
+a class of its own.
 """
 
 from __future__ import annotations

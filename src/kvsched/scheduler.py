@@ -140,7 +140,10 @@ class Scheduler:
 
     @property
     def block_table(self) -> Pages:
-        """int32 [rows, columns]: page of each column of each row. A read-only view of the live table."""
+        """int32 [rows, columns]: page of each column of each row. A read-only view of the live table.
+
+        The table is replaced when it grows, so ask for it after each schedule(); or keep a copy by `Plan.deltas`.
+        """
         view = self._core.residents.table.view()
         view.flags.writeable = False
         return view
