@@ -59,7 +59,8 @@ def retract(core: Core, live: Live, *, in_pass: bool = True) -> None:
     if not core.residents.lag[row] and len(live.generated):  # it got a token in every step up to those in flight
         live.last_token_step = naming[0].plan.step - 1 if naming else core.step
     live.retractions += 1
-    live.highwater = max(live.highwater, valid)
+    if valid > live.cached:  # what came from the cache it has not computed
+        live.highwater = max(live.highwater, valid)
     core.totals["retractions"] += 1
     live.target = live.prompt + len(live.generated)
     live.submitted_pass, live.submitted_step = core.passes - in_pass, core.step
