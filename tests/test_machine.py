@@ -31,12 +31,12 @@ def profile(examples: int, steps: int) -> settings:
 
 
 def test_machine() -> None:
-    run_state_machine_as_test(scheduler_machine(), settings=profile(40, 30))
+    run_state_machine_as_test(scheduler_machine(), settings=profile(60, 30))
 
 
 def test_driver() -> None:
-    tally = drive(1, 6_000)
-    assert tally.finished > 300
+    tally = drive(1, 12_000)
+    assert tally.finished > 600
     assert tally.retractions > 20
 
 

@@ -39,7 +39,6 @@ class Tally:
     rows: int
     finished: int
     retractions: int
-    refused_calls: int = 0
 
 
 def random_setup(rng: Random) -> Setup:
