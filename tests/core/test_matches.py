@@ -13,7 +13,8 @@ from kvsched.units import reusable
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("config", [{"page_size": 1}, {"page_size": 2}, {"page_size": 2, "order": "lpm", "chunk_tokens": 3}],
+@pytest.mark.parametrize("config", [{"page_size": 1}, {"page_size": 2}, {"page_size": 2, "order": "lpm", "chunk_tokens": 3},
+                                    {"page_size": 1, "max_in_flight": 2}],
                          ids=lambda config: "-".join(map(str, config.values())))
 def test_a_match_is_remembered_right(config: dict[str, Any], seed: int) -> None:
     """Exact where it is asked to be, else an upper bound. Prompts share beginnings, and some outlive their pages."""
@@ -34,7 +35,8 @@ def test_a_match_is_remembered_right(config: dict[str, Any], seed: int) -> None:
         plan = sched.schedule()
         if rng.random() < 0.15:
             sched.rollback(plan)
-        else:
+        while len(sched.in_flight) == sched.config.max_in_flight or (sched.in_flight and rng.random() < 0.3):
+            plan = sched.in_flight[0]
             sched.commit(plan, StepResult(tokens=np.array([rng.randrange(2) for _ in range(len(plan))], dtype=np.int64)))
         for live in core.queue:
             now = cache.match(live.space, live.sequence()[: reusable(live.target, size)]) if live.request.cache_read else 0

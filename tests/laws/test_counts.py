@@ -48,6 +48,24 @@ def test_a_gap_runs_from_a_late_token() -> None:
     assert gap(sched, "A") == 3
 
 
+def test_a_gap_can_end_with_a_late_token() -> None:
+    """One token a step: B, left out in step 3, is in flight in step 4 when both are retracted, and resumes at once."""
+    sched = make(100, max_in_flight=2)
+    submit(sched, ask("A", 5, 20), ask("B", 5, 20))
+    step(sched, 2)
+    sched.set_limits(max_step_tokens=1)
+    assert step(sched).ids == ("A",)
+    plan = sched.schedule()
+    assert plan.ids == ("B",)
+    sched.pause("retract")
+    sched.commit(plan, StepResult(tokens=[7]))
+    assert gap(sched, "B") == 2
+    sched.set_limits(max_step_tokens=100)
+    sched.resume()
+    step(sched)
+    assert gap(sched, "B") == 2
+
+
 def test_a_gap_does_not_end_with_a_token_that_never_came() -> None:
     """The step in flight is taken back: the third token is the last one, and the next comes in step 6."""
     sched = make(100, max_in_flight=2)
@@ -179,3 +197,25 @@ def test_hits_are_counted_once_and_are_not_prefill() -> None:
     assert totals(sched, "cached_tokens") == 0
     drain(sched, 5)
     assert (totals(sched, "cached_tokens"), totals(sched, "prefill_tokens"), totals(sched, "recomputed_tokens")) == (8, 9 + 3, 0)
+
+
+def test_tokens_of_a_long_life_are_all_there() -> None:
+    """More than four thousand steps: what is kept per step is folded into what is kept per request, and nothing is lost."""
+    sched = make(20_000, max_running=2)
+    submit(sched, ask("A", 3, 5000))
+    said: dict[str, list[int]] = {"A": [], "B": []}
+    for token in range(4600):
+        if token == 1000:
+            submit(sched, ask("B", 3, 4000))
+        if token == 4400:
+            sched.pause("retract")
+            sched.resume()
+        plan = sched.schedule()
+        outcome = sched.commit(plan, StepResult(tokens=[token + 10_000 * at for at in range(len(plan))]))
+        for key, given in zip(plan.ids, outcome.tokens.tolist(), strict=True):
+            said[key].append(given)
+    sched.check()
+    assert (len(said["A"]), len(said["B"])) == (4600, 3600)
+    for key, tokens in said.items():
+        assert sched.generated(key).tolist() == tokens
+        assert sched.request_state(key)["generated"] == len(tokens)

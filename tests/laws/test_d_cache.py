@@ -371,6 +371,20 @@ def test_d8_a_failed_request_keeps_nothing_of_the_step_that_failed() -> None:
     assert pages(sched) == (20, 0, 0, 0, 0)
 
 
+def test_d8_a_chunk_that_failed_is_kept_by_nobody_and_those_beside_it_are() -> None:
+    """Three rows: a decode, a chunk that is good and one that failed."""
+    sched = make(20, 4, cache=True)
+    submit(sched, ask("A", 3, 9))
+    step(sched)
+    submit(sched, ask("B", 4, 9), ask("C", 4, 9, first=0))
+    sched.commit(sched.schedule(), StepResult(tokens=[7, 7, 7], failed=[2]))
+    sched.check()
+    assert running(sched) == ["A", "B"]
+    assert pages(sched) == (18, 0, 1, 1, 0)
+    submit(sched, ask("D", 5, 1, first=0))
+    assert chunks(step(sched)) == [("D", 0, 5)]
+
+
 def test_d8_what_may_not_be_written_to_the_cache_is_not() -> None:
     sched = make(20, 4, cache=True)
     submit(sched, ask("R", 8, 2, first=0, cache_write=False))

@@ -230,6 +230,21 @@ def test_a_late_token_that_failed_ends_the_request() -> None:
     assert [(end.id, end.generated) for end in outcome.ended] == [("A", 3)]
 
 
+@pytest.mark.parametrize(("result", "code"), [({"failed": [1]}, Finish.ERROR), ({"finished": [1]}, Finish.STOP)])
+def test_a_chunk_of_a_retracted_request_can_end_it(result: dict[str, list[int]], code: Finish) -> None:
+    """A's second chunk is in flight beside B's token when both are retracted; the host says that A is at its end."""
+    sched = make(100, max_in_flight=2, chunk_tokens=4)
+    submit(sched, ask("B", 4, 9), ask("A", 12, 5))
+    step(sched)
+    plan = sched.schedule()
+    assert plan.ids == ("B", "A")
+    sched.pause("retract")
+    outcome = sched.commit(plan, StepResult(tokens=[8, 9], **result))
+    assert (outcome.tokens.tolist(), outcome.finish.tolist()) == ([8, -1], [0, code])
+    assert [(end.id, end.generated) for end in outcome.ended] == [("A", 0)]
+    assert waiting(sched) == ["B"]
+
+
 def test_late_drafts_are_delivered_as_far_as_they_were_accepted() -> None:
     sched, plan = _retracted_in_flight(lookahead_tokens=3)
     assert plan.counts.tolist() == [4]
