@@ -8,20 +8,25 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from checkout import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOTS = ("kvsched[cli,testing]", "setuptools", "mypy", "ruff")
-"""What the development environment is for; everything else in it is there because one of these needs it."""
+SERVER = ("kvsched[kernels]", "tokenizers", "safetensors", "gguf", "jinja2", "starlette", "uvicorn", "pydantic", "prometheus-client", "click", "setuptools")
+"""What `make serve` is for; everything else in its list is there because one of these needs it."""
+ROOTS = (*SERVER, "kvsched[cli,testing]", "transformers", "openai", "selenium", "mypy", "ruff")
+"""The same of the development environment."""
 
 
-def pins() -> dict[str, str]:
-    """Distribution name (canonical) to version in requirements/dev.txt. Fails on a line that pins nothing."""
+def pins(name: str) -> dict[str, str]:
+    """Distribution name (canonical) to version in one list of requirements/. Fails on a line that pins nothing."""
     found = {}
-    for line in (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines():
         text = line.partition("#")[0].strip()
-        if text:
+        if text.startswith("-r "):
+            found |= pins(text[3:])
+        elif text:
             match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)", text)
             assert match, f"not pinned to one version: {line}"
             found[str(canonicalize_name(match[1]))] = match[2]
@@ -43,10 +48,17 @@ def closure(roots: tuple[str, ...]) -> set[str]:
     return {name for name, _ in seen}
 
 
-def test_every_package_is_pinned_and_no_other_is() -> None:
-    pinned = pins()
-    assert closure(ROOTS) - {"kvsched"} == set(pinned)
-    assert {name: metadata.version(name) for name in pinned} == pinned
+@pytest.mark.parametrize(("name", "roots"), [("serve.txt", SERVER), ("dev.txt", ROOTS)])
+def test_every_package_is_pinned_and_no_other_is(name: str, roots: tuple[str, ...]) -> None:
+    pinned = pins(name)
+    assert closure(roots) - {"kvsched"} == set(pinned)
+    assert {key: metadata.version(key).partition("+")[0] for key in pinned} == pinned
+
+
+@pytest.mark.parametrize("name", ["serve-no-deps.txt", "dev-no-deps.txt"])
+def test_what_is_installed_without_its_dependencies_is_pinned_too(name: str) -> None:
+    pinned = pins(name)
+    assert {key: metadata.version(key) for key in pinned} == pinned
 
 
 def test_make_targets_and_continuous_integration() -> None:
@@ -56,7 +68,7 @@ def test_make_targets_and_continuous_integration() -> None:
     assert body[0] == "set -euo pipefail"
     assert body[-1].endswith("make test"), "continuous integration runs what a reader of the README runs"
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in ("demo", "test", "lint", "soak", "bench"):
+    for target in ("serve", "demo", "test", "lint", "soak", "bench"):
         assert f"make {target} " in listed
         dry = subprocess.run(["make", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, text=True, check=False)
         assert dry.returncode == 0, dry.stderr
@@ -66,7 +78,8 @@ def test_set_up_refuses_an_old_python(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml"):
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"))
     (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements" / "dev.txt").write_text("")
+    for name in ("serve.txt", "serve-no-deps.txt", "dev.txt", "dev-no-deps.txt"):
+        (tmp_path / "requirements" / name).write_text("")
     old = tmp_path / "old"
     old.write_text('#!/bin/sh\ncase "$1" in --version) echo Python 3.10.1;; *) exit 1;; esac\n')
     old.chmod(0o755)
