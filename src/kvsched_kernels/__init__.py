@@ -1,0 +1,6 @@
+"""A plan as tensors, and attention over pages: the thin adapter between a kvsched plan and a forward pass.
+
+What lives here: the paged key and value store, the tensors of one step, attention over them (FlashInfer on CUDA, a torch
+reference anywhere), merging of partial attention, page copies, graph capture, a memory meter. No decision is made here, and
+no model is known here.
+"""
