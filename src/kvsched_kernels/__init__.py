@@ -4,3 +4,13 @@ What lives here: the paged key and value store, the tensors of one step, attenti
 reference anywhere), merging of partial attention, page copies, graph capture, a memory meter. No decision is made here, and
 no model is known here.
 """
+
+from __future__ import annotations
+
+from kvsched_kernels.attention import Attention
+from kvsched_kernels.batch import Batch, BatchBuilder
+from kvsched_kernels.errors import KernelError
+from kvsched_kernels.reference import ReferenceAttention
+from kvsched_kernels.store import PagedStore
+
+__all__ = ["Attention", "Batch", "BatchBuilder", "KernelError", "PagedStore", "ReferenceAttention"]
