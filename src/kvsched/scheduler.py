@@ -43,7 +43,7 @@ from kvsched.request import Cause, Finish, Request, State, whole
 from kvsched.results import check_result
 from kvsched.retraction import retract
 from kvsched.rollback import rollback
-from kvsched.snapshot import check, max_servable, request_state, snapshot
+from kvsched.snapshot import accounting, check, max_servable, request_state, snapshot
 from kvsched.units import Pages, Tokens, sealed
 from kvsched.verdict import Accepted, Explanation, Refused
 
@@ -174,6 +174,16 @@ class Scheduler:
         before something else happens, so a host that keeps two plans in flight commits all of them before it asks again.
         """
         return bool(self._core.lives or self._core.in_flight)
+
+    @property
+    def occupancy(self) -> dict[str, int]:
+        """Pages of the pool by bucket, whose sum is `usable`: free, cached, locked, private, quarantined (law A1). O(1)."""
+        return accounting(self._core)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """What has happened so far, each count in its own unit, as in `snapshot()`; they only rise, but for `cached_tokens` at a rollback. O(1)."""
+        return dict(self._core.totals)
 
     def explain(self, key: str) -> Explanation:
         """Why a live request gets nothing, as of the last pass. Raises `UnknownRequest`."""

@@ -99,3 +99,15 @@ def test_plans_that_are_never_committed_are_a_retry_loop() -> None:
     steps(sched, 1)
     health = sched.health()
     assert (health.condition, health.running, health.waiting, health.attempts) == (Condition.LIVE, 1, 0, 6)
+
+
+def test_buckets_and_counts_are_had_without_a_snapshot() -> None:
+    sched = Scheduler(SchedulerConfig(page_size=4), PagePool(16, 4), RadixCache(4))
+    sched.submit(Request("a", range(9), max_new_tokens=2))
+    sched.commit(sched.schedule(), StepResult(tokens=[5]))
+    state = sched.snapshot()
+    assert sched.occupancy == {key: state[key] for key in ("usable", "free", "cached", "locked", "private", "quarantined")}
+    assert sched.occupancy == {"usable": 16, "free": 13, "cached": 0, "locked": 2, "private": 1, "quarantined": 0}
+    assert sched.totals == state["totals"]
+    sched.totals["steps"] = 99  # a copy
+    assert sched.totals["steps"] == 1
