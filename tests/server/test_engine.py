@@ -311,13 +311,17 @@ def test_the_rest_is_ended_when_the_time_to_drain_is_over() -> None:
     at_rest(engine)
 
 
+def fault() -> None:
+    raise ValueError("a fault in the engine itself")
+
+
 def test_an_engine_that_dies_says_so_to_everybody(caplog: pytest.LogCaptureFixture) -> None:
     async def main(engine: Engine) -> list[Finish]:
         stream = await engine.submit(Request("a", [1, 2, 3], max_new_tokens=400), GREEDY)
         assert isinstance(stream, Stream)
         async for _ in stream:
             break
-        engine._tell(lambda: int("no number") and None)  # a fault in the engine itself
+        engine._tell(fault)
         _, finish = await collect(stream)
         with pytest.raises(EngineDown, match="ValueError"):
             await engine.submit(Request("b", [1], max_new_tokens=1), GREEDY)
