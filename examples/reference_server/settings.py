@@ -7,6 +7,7 @@ has a context length and a vocabulary of its own.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import attrs
@@ -46,6 +47,11 @@ def _one_of(allowed: tuple[str, ...]) -> Any:
     return check
 
 
+def _device(_: Any, attribute: Any, value: Any) -> None:
+    if not isinstance(value, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", value):
+        raise ConfigError(f"{attribute.name} must be cpu, cuda or cuda:N, not {value!r}")
+
+
 def _flag(_: Any, attribute: Any, value: Any) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{attribute.name} must be True or False, not {value!r}")
@@ -65,7 +71,7 @@ class Settings:
 
     host, port: where to listen; port 0 takes a free one.
     model: a directory with safetensors, or a .gguf file; "" is SmolLM2-135M-Instruct, "tiny" a tiny random model.
-    dtype: of weights and of the KV pool.
+    dtype: of weights and of the KV pool. device: where both are: "cpu", "cuda" or "cuda:N".
     page_size: tokens per page. pool_tokens: token slots of the KV pool, rounded down to whole pages. The default model
         takes 45 KiB per slot in float32, so the default pool is 1.4 GiB, of which only what was ever used is touched.
     max_running: requests in a step at most.
@@ -89,6 +95,7 @@ class Settings:
     port: int = attrs.field(default=8000, validator=_whole(0, 65535))
     model: str = attrs.field(default="", validator=_string(empty=True))
     dtype: str = attrs.field(default="float32", validator=_one_of(DTYPES))
+    device: str = attrs.field(default="cpu", validator=_device)
     page_size: int = attrs.field(default=16, validator=_whole(1))
     pool_tokens: int = attrs.field(default=32_768, validator=_whole(1))
     max_running: int = attrs.field(default=64, validator=_whole(1))

@@ -6,16 +6,17 @@ from typing import Any
 
 import attrs
 import pytest
-from reference_server.settings import Settings
 
 from kvsched import SchedulerConfig
 from kvsched.errors import ConfigError
+from reference_server.settings import Settings
 
 BAD: dict[str, tuple[Any, ...]] = {
     "host": ("", "  ", None, 1),
     "port": (-1, 65536, "8000", 80.0, True, None),
     "model": (None, 3, "  "),
     "dtype": ("auto", "fp8", "", None),
+    "device": ("gpu", "cuda:", "cuda:x", "CPU", "", None, 0),
     "page_size": (0, -16, 1.5, "16", True, None, 2**31),
     "pool_tokens": (0, 15, None, 2**31),
     "max_running": (0, None, "many"),
