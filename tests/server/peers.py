@@ -99,6 +99,19 @@ def scheduled_logits(model: Llama, prompts: list[list[int]], *, chunk_tokens: in
     return found
 
 
+def no_logits(model: Llama) -> torch.Tensor:
+    """What the model answers for a chunk of three tokens that is not the last of its prompt."""
+    c = model.config
+    scheduler = Scheduler(SchedulerConfig(page_size=4, chunk_tokens=3), pool=PagePool(4, 4), cache=NullCache(4))
+    assert scheduler.submit(Request("r", prompt=[1, 2, 3, 4], max_new_tokens=1))
+    store = PagedStore(layers=c.layers, pages=4, page_size=4, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=model.dtype)
+    attention, batch = ReferenceAttention(store, heads=c.heads), BatchBuilder(page_size=4).build(scheduler.schedule())
+    attention.begin(batch)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(batch.token_ids, batch.positions, attention, batch.last)
+    return logits
+
+
 def decoded(model: Llama, prompt: list[int], n: int, *, page_size: int = 4) -> tuple[list[int], list[float]]:
     """Our own greedy text after one prompt, and the distance of the best two logits at each token."""
     c = model.config
