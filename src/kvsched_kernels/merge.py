@@ -95,7 +95,7 @@ def merge(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torc
     in float32, in float64 where an input is. Raises `KernelError` for shapes or types that do not fit. Cost: reads every
     input once, O(parts) elementwise steps.
     """
-    _check_parts(outputs, lses)
+    check_parts(outputs, lses)
     kind = torch.promote_types(torch.promote_types(outputs.dtype, lses.dtype), torch.float32)
     scores = lses.to(kind)
     top = scores.amax(dim=0)
@@ -112,7 +112,8 @@ def merge(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torc
     return (merged / divisor).to(outputs.dtype), base + torch.log(total)
 
 
-def _check_parts(outputs: torch.Tensor, lses: torch.Tensor) -> None:
+def check_parts(outputs: torch.Tensor, lses: torch.Tensor) -> None:
+    """Raise `KernelError` unless the two are partials that can be merged."""
     if outputs.dim() != 4 or outputs.shape[0] < 1:
         raise KernelError(f"outputs must be [parts, tokens, heads, head_dim] with at least one part, not {list(outputs.shape)}")
     if lses.shape != outputs.shape[:3]:
