@@ -79,7 +79,7 @@ def test_tokens_are_those_of_transformers(page: int, chunk: int, caching: bool, 
     text, scheduler = serve(tiny(), todo, config, 256 // page, caching)
     wrong = [(r.id, text[r.id], list(want)) for r, want in zip(todo, expected(), strict=True) if text[r.id] != list(want)]
     assert not wrong, f"{len(wrong)} of {COUNT} differ: {wrong[:2]}"
-    assert scheduler.totals["retractions"] >= 10
+    assert scheduler.totals["retractions"] >= 8
     assert (scheduler.totals["cached_tokens"] > 0) == caching
 
 
