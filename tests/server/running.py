@@ -73,10 +73,15 @@ class Running:
         return self.ask("POST", path, {"model": "tiny", **fields})
 
     def settled(self) -> None:
-        """Wait until nothing is under way, and check that every page is free or cached."""
-        until(lambda: not self.state.live and self.engine.vitals.health.running + self.engine.vitals.health.waiting == 0)
-        pages = self.engine.vitals.occupancy
-        assert pages["free"] + pages["cached"] == pages["usable"], pages
+        """Wait until nothing is under way and every page is free or cached."""
+
+        def nothing() -> bool:
+            vitals = self.engine.vitals
+            pages = vitals.occupancy
+            empty = pages["free"] + pages["cached"] == pages["usable"] and vitals.health.running + vitals.health.waiting == 0
+            return empty and not self.state.live
+
+        until(nothing)
 
     def stop(self) -> None:
         """End it as SIGTERM does, and wait."""
