@@ -104,6 +104,45 @@ def test_padded_logits_are_the_unpadded_ones_and_padding_writes_to_the_scratch_p
         torch.testing.assert_close(ours[:PAGES], theirs[:PAGES], rtol=0, atol=1e-10, equal_nan=True)
 
 
+def test_a_padded_batch_is_the_batch_and_rows_of_one_token_on_the_scratch_page() -> None:
+    shown: list[Batch] = []
+
+    def show(batch: Batch, _: Attention) -> torch.Tensor:
+        shown.append(batch)
+        return torch.zeros(len(batch.last), VOCABULARY)
+
+    side = Side(graphed=True, buckets=(2, 4, 8))
+    assert side.graphs is not None
+    side.graphs.forward = show
+    for scheduler, plan in steps():
+        batch = side.builder.build(plan)
+        ran = side.graphs.run(batch)
+        padded = shown.pop()
+        finish(scheduler, plan, ran.output, (side, batch))
+        if ran.bucket is None:
+            assert padded is batch
+            continue
+        more, pages = ran.bucket - batch.rows, len(batch.kv_indices)
+        slot = side.store.scratch * PAGE
+        wanted = {
+            "token_ids": batch.token_ids.tolist() + [0] * more, "positions": batch.positions.tolist() + [0] * more,
+            "slots": batch.slots.tolist() + [slot] * more, "kv_len": batch.kv_len.tolist() + [1] * more,
+            "last_page_len": batch.last_page_len.tolist() + [1] * more, "kv_indices": batch.kv_indices.tolist() + [side.store.scratch] * more,
+            "kv_indptr": batch.kv_indptr.tolist() + [pages + i + 1 for i in range(more)], "qo_indptr": list(range(ran.bucket + 1)),
+            "batch_indices": list(range(ran.bucket)), "last": list(range(ran.bucket)),
+        }
+        for key, value in wanted.items():
+            assert getattr(padded, key).tolist() == value, key
+            assert getattr(padded, key).dtype == getattr(batch, key).dtype, key
+            if hasattr(padded, f"{key}_host"):
+                assert getattr(padded, f"{key}_host").tolist() == value, key
+                assert getattr(padded, f"{key}_host").dtype == getattr(batch, f"{key}_host").dtype, key
+        assert (padded.rows, padded.tokens, padded.decodes, padded.max_q) == (ran.bucket,) * 3 + (1,)
+        assert (padded.max_kv, padded.plan) == (batch.max_kv, batch.plan)
+        assert (padded.sampling.tolist(), len(padded.table_rows)) == (list(range(ran.bucket)), ran.bucket)
+        assert (len(ran.output), ran.used) == (batch.rows, Used.STATIC)
+
+
 def test_a_bucket_sees_its_own_addresses_in_every_step() -> None:
     side = Side(graphed=True, buckets=(8,))
     for scheduler, plan in steps():
