@@ -5,6 +5,7 @@ transformers is imported when asked for: it takes seconds.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,28 @@ def as_transformers(model: Llama) -> Any:
     assert not answer.unexpected_keys
     peer.tie_weights()
     return peer
+
+
+def from_gguf(model: Llama, path: Path) -> Any:
+    """What transformers' own code makes of a GGUF file: its config held against ours, its weights in its own class.
+
+    `from_pretrained` asks for a package that it does not need here, so the two halves of it are called.
+    """
+    import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = hf_config(model.config)
+    config._attn_implementation = "sdpa"
+    peer = getattr(transformers, model.config.architecture)(config)
+    found = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=peer)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
+    ours = config.to_dict()
+    for key, value in found["config"].items():
+        if key in ours and not key.endswith("token_id") and key not in ("model_type", "architectures", "_model_name_or_path"):
+            assert value == ours[key], key
+    peer.load_state_dict(found["tensors"], strict=not model.config.tie_embeddings)
+    peer.tie_weights()
+    peer.requires_grad_(requires_grad=False)
+    return peer.eval()
 
 
 def greedy(peer: Any, prompt: list[int], n: int, eos: frozenset[int] = frozenset()) -> list[int]:
