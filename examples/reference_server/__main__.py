@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shlex
 import sys
 import time
@@ -99,11 +100,14 @@ def run(settings: Settings, *, access_log: bool = False) -> int:
     click.echo(f"Listening on {address} (/ready answers 503 until the model is loaded).")
     server = Server(State(settings), access_log=access_log)
     try:
-        asyncio.run(serve(server, listener, lambda: load_served(settings, click.echo), told))
+        loaded = asyncio.run(serve(server, listener, lambda: load_served(settings, click.echo), told))
     except (ConfigError, ModelError, TokenizerError, OSError) as error:
         raise click.ClickException(str(error)) from None
     finally:
         listener.close()
+    if not loaded:
+        sys.stdout.flush()
+        os._exit(0)  # a thread is in the middle of reading the model, and the interpreter cannot end under it
     return 0
 
 

@@ -73,7 +73,7 @@ class Settings:
     model: a directory with safetensors, or a .gguf file; "" is SmolLM2-135M-Instruct, "tiny" a tiny random model.
     dtype: of weights and of the KV pool. device: where both are: "cpu", "cuda" or "cuda:N".
     page_size: tokens per page. pool_tokens: token slots of the KV pool, rounded down to whole pages. The default model
-        takes 45 KiB per slot in float32, so the default pool is 1.4 GiB, of which only what was ever used is touched.
+        takes 45 KiB per slot in float32, so the default pool is 1.4 GiB.
     max_running: requests in a step at most.
     chunk_tokens: tokens of one prompt computed in one step. max_step_tokens: tokens computed in one step over all requests.
         A CPU computes a few hundred tokens of the default model a second, so longer chunks are felt as gaps by those who

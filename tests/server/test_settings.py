@@ -181,8 +181,8 @@ def test_where_a_client_on_this_machine_finds_it() -> None:
 
 
 @contextmanager
-def process(**environment: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """The command as `make serve` starts it, ready, and the lines that it printed until then."""
+def process(*, until: str = "try ", **environment: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """The command as `make serve` starts it, when it has printed a certain line, and its lines up to that."""
     with subprocess.Popen([sys.executable, "-m", "reference_server"], env=surroundings(**environment), cwd=ROOT, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as started:
         assert started.stdout is not None
@@ -190,7 +190,7 @@ def process(**environment: str) -> Iterator[tuple[subprocess.Popen[str], list[st
             lines = []
             for line in started.stdout:
                 lines.append(line.rstrip())
-                if line.lstrip().startswith("try "):
+                if line.lstrip().startswith(until):
                     break
             yield started, lines
         finally:
@@ -253,3 +253,11 @@ def test_a_second_signal_ends_at_once() -> None:
         server.send_signal(signal.SIGINT)
         assert server.wait(PATIENCE_S) == 128 + signal.SIGINT
         link.close()
+
+
+def test_a_signal_while_the_model_is_read_ends_it_at_once() -> None:
+    with process(until="Reading", PORT="0", MODEL="") as (server, _):
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_S) == 0
+        assert server.stdout is not None
+        assert "draining: 0 running" in server.stdout.read()

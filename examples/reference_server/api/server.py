@@ -39,6 +39,12 @@ class Server(uvicorn.Server):
             server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=LAST_S,
         ))
         self.state = state
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. Signals are heard from before that."""
+        await super().startup(sockets)
+        self.up.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # a signal handler's signature
         """First signal: drain. Second: end at once, with the status that a shell expects of a process that was killed."""
@@ -81,10 +87,11 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(server: Server, listener: socket.socket, load: Callable[[], Served], told: Callable[[Served], None]) -> None:
+async def serve(server: Server, listener: socket.socket, load: Callable[[], Served], told: Callable[[Served], None]) -> bool:
     """Serve until drained. load: reads the model, in a thread of its own, while /health answers already. told: it is ready.
 
-    Raises what `load` raised. The engine is started here, and stopped before this returns.
+    Whether the model was read, which a thread still does otherwise. Raises what `load` raised. The engine is started here,
+    and stopped before this returns.
     """
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[Served] = loop.create_future()
@@ -107,11 +114,14 @@ async def serve(server: Server, listener: socket.socket, load: Callable[[], Serv
             _call(loop, loaded.set_result, served)
 
     loaded.add_done_callback(arrived)
-    threading.Thread(target=read, name="loading", daemon=True).start()
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
-        await server.serve(sockets=[listener])
+        await server.up.wait()
+        threading.Thread(target=read, name="loading", daemon=True).start()
+        await serving
         if loaded.done():
             loaded.result()
+        return loaded.done()
     finally:
         if server.state.served is not None:
             await asyncio.to_thread(server.state.served.engine.stop, 0.0)
