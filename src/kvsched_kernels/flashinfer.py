@@ -58,7 +58,9 @@ class _Planned:
     __slots__ = ("_event",)
 
     def __init__(self, device: torch.device) -> None:
-        self._event: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch leaves the constructor unannotated
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves the constructor unannotated
 
     def wait(self) -> None:
         """Wait for the last marked plan; at once before the first."""
@@ -89,7 +91,8 @@ class FlashInferAttention:
         if heads % store.kv_heads:
             raise KernelError(f"heads must be a multiple of kv_heads = {store.kv_heads}, not {heads!r}")
         if library is None and store.device.type != "cuda":
-            raise KernelError(f"FlashInferAttention needs a store on a CUDA device, not on {store.device}; ReferenceAttention runs anywhere")
+            raise KernelError(
+                f"FlashInferAttention needs a store on a CUDA device, not on {store.device}; ReferenceAttention runs anywhere")
         if store.dtype not in DTYPES:
             raise KernelError(f"FlashInferAttention takes a store of {' or '.join(map(str, DTYPES))}, not of {store.dtype}")
         if store.head_dim not in HEAD_DIMS:
@@ -108,7 +111,7 @@ class FlashInferAttention:
         self._positions = torch.zeros(0, dtype=torch.int32)
 
     def begin(self, batch: Batch) -> None:
-        """Plan both wrappers for a batch, once for all layers. Reads host arrays; waits until the plan before has left the host."""
+        """Plan both wrappers for a batch, once for all layers. Reads host arrays; waits for the last plan to leave the host."""
         store, d = self.store, batch.decodes
         pages = int(batch.kv_indptr_host[d])
         self._planned.wait()
@@ -118,14 +121,15 @@ class FlashInferAttention:
             self._decode.plan(
                 indptr=_on_host(batch.kv_indptr_host[: d + 1]), indices=batch.kv_indices[:pages],
                 last_page_len=_on_host(batch.last_page_len_host[:d]), num_qo_heads=self.heads, num_kv_heads=store.kv_heads,
-                head_dim=store.head_dim, page_size=store.page_size, q_data_type=store.dtype, kv_data_type=store.dtype, sm_scale=self.scale)
+                head_dim=store.head_dim, page_size=store.page_size, q_data_type=store.dtype, kv_data_type=store.dtype,
+                sm_scale=self.scale)
         if batch.rows > d:  # the rest is a batch of its own: its first token is number 0, and so is its first page
             self._prefill.plan(
                 qo_indptr=_on_host(batch.qo_indptr_host[d:] - batch.qo_indptr_host[d]),
-                paged_kv_indptr=_on_host(batch.kv_indptr_host[d:] - batch.kv_indptr_host[d]), paged_kv_indices=batch.kv_indices[pages:],
-                paged_kv_last_page_len=_on_host(batch.last_page_len_host[d:]), num_qo_heads=self.heads, num_kv_heads=store.kv_heads,
-                head_dim_qk=store.head_dim, page_size=store.page_size, causal=True, q_data_type=store.dtype, kv_data_type=store.dtype,
-                sm_scale=self.scale)
+                paged_kv_indptr=_on_host(batch.kv_indptr_host[d:] - batch.kv_indptr_host[d]),
+                paged_kv_indices=batch.kv_indices[pages:], paged_kv_last_page_len=_on_host(batch.last_page_len_host[d:]),
+                num_qo_heads=self.heads, num_kv_heads=store.kv_heads, head_dim_qk=store.head_dim, page_size=store.page_size,
+                causal=True, q_data_type=store.dtype, kv_data_type=store.dtype, sm_scale=self.scale)
         self._planned.mark()
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -146,7 +146,7 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Ran:
-        """One step: padded to its bucket, or eagerly, as the answer says. Both write the batch's slots, and nothing else of anybody's."""
+        """One step: padded to its bucket, or eagerly, as the answer says. Either writes no slot of anybody but the batch's own."""
         bucket = self.bucket_of(batch.rows)
         pages = int(batch.kv_indptr_host[batch.rows])
         if batch.decodes != batch.rows:
@@ -170,21 +170,23 @@ class DecodeGraphs:
     def _checked(self, padded: Batch, attention: Attention) -> torch.Tensor:
         output = self.forward(padded, attention)
         if output.dim() == 0 or len(output) != padded.rows:
-            raise KernelError(f"forward must give one line for each of {padded.rows} rows, not a tensor of shape {list(output.shape)}")
+            shape = list(output.shape)
+            raise KernelError(f"forward must give one line for each of {padded.rows} rows, not a tensor of shape {shape}")
         return output
 
     def _fill(self, batch: Batch, bucket: int, pages: int) -> Batch:
         """Copy a batch into the static buffers, and pad it."""
         n = batch.rows
         stale = self._filled = max(self._filled, n)
-        for static, given in ((self._token_ids, batch.token_ids), (self._positions, batch.positions), (self._slots, batch.slots),
-                              (self._kv_len, batch.kv_len), (self._last_page_len, batch.last_page_len)):
+        for static, given, padding in (
+            (self._token_ids, batch.token_ids, 0), (self._positions, batch.positions, 0), (self._slots, batch.slots, self._slot),
+            (self._kv_len, batch.kv_len, 1), (self._last_page_len, batch.last_page_len, 1),
+        ):
             static[:n].copy_(given)
+            if stale > n:
+                static[n:stale].fill_(padding)
         self._kv_indptr[: n + 1].copy_(batch.kv_indptr)
         self._kv_indices[:pages].copy_(batch.kv_indices)
-        if stale > n:
-            for static, value in ((self._token_ids, 0), (self._positions, 0), (self._slots, self._slot), (self._kv_len, 1), (self._last_page_len, 1)):
-                static[n:stale].fill_(value)
         self._filled = n
         if bucket > n:
             torch.add(self._steps[1 : bucket - n + 1], pages, out=self._kv_indptr[n + 1 : bucket + 1])
@@ -214,7 +216,8 @@ class DecodeGraphs:
             return _Bucket(attention, None, None)
         with torch.no_grad():
             attention.begin(empty)
-            main, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+            main = torch.cuda.current_stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves the constructor unannotated
             side.wait_stream(main)
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
@@ -227,7 +230,7 @@ class DecodeGraphs:
 
 
 def _padded(values: Any, size: int, pages: int | None) -> Any:
-    """A host array of a batch at the size of its bucket: one more page per padded row for kv_indptr (`pages`: where it ends), else 1."""
+    """A host array of a batch at the size of its bucket: 1 for a padded row, or for kv_indptr a page more each, from `pages` on."""
     if pages is None:
         return np.concatenate([values, np.ones(size - len(values), np.int32)])
     return np.concatenate([values, np.arange(pages + 1, pages + 2 + size - len(values), dtype=np.int32)])

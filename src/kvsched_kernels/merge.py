@@ -144,7 +144,8 @@ def gate_determinism(fn: Callable[..., Tensors], inputs: Sequence[torch.Tensor],
     )
     if [(a.shape, a.dtype) for a in first] != [(b.shape, b.dtype) for b in second]:
         shapes = [[f"{list(t.shape)} {t.dtype}" for t in run] for run in (first, second)]
-        raise NotDeterministic(f"the same inputs gave {shapes[0]} and then {shapes[1]}", output=0, differing=0, elements=0, index=())
+        raise NotDeterministic(
+            f"the same inputs gave {shapes[0]} and then {shapes[1]}", output=0, differing=0, elements=0, index=())
     for at, (a, b) in enumerate(zip(first, second, strict=True)):
         unequal = (_bytes(a) != _bytes(b)).any(dim=-1)
         if bool(unequal.any()):

@@ -20,8 +20,8 @@ GIB, MIB = 1 << 30, 1 << 20
 
 ITEMS = ("weights", "holdback", "state", "speculative", "activation", "kv", "workspace", "graphs")
 """The line items of a server, in the order they are printed. weights: the model. holdback: set aside on purpose, for other
-programs and for fragmentation. state: recurrent state. speculative: what drafts need. activation: the peak of a forward pass. kv: pages.
-workspace: what kernels were given. graphs: what captured graphs keep."""
+programs and for fragmentation. state: recurrent state. speculative: what drafts need. activation: the peak of a forward
+pass. kv: pages. workspace: what kernels were given. graphs: what captured graphs keep."""
 
 REST = "rest"
 """Budget less everything booked. It follows from the others, so nobody books it."""
@@ -120,7 +120,7 @@ class Measuring:
         self.tensors: list[torch.Tensor] = []
 
     def add(self, *tensors: torch.Tensor) -> None:
-        """Name tensors that belong to the item. They are its size on the CPU; on CUDA the device is read and this has no effect."""
+        """Name tensors that belong to the item: its size on the CPU. On CUDA the device is read, and this changes nothing."""
         self.tensors.extend(tensors)
 
 
@@ -188,8 +188,9 @@ class MemoryMeter:
         On CUDA: by how much the device's free memory fell over the block, which counts what libraries take beside torch, and
         what other programs take meanwhile. peak: instead, the most that torch's tensors took at once beyond what was there
         before: for what a forward pass needs and gives back. On the CPU: the bytes of the tensors named with `add`.
-        A block that raises books nothing. Raises `DoubleBooking` as `book` does, and for one measurement inside another, whose memory
-        would count twice; `KernelError` where nothing was named on the CPU, or the device had more free memory afterwards.
+        A block that raises books nothing. Raises `DoubleBooking` as `book` does, and for one measurement inside another,
+        whose memory would count twice; `KernelError` where nothing was named on the CPU, or the device had more free memory
+        afterwards.
         """
         self._check_free(name)
         if self._measuring is not None:
@@ -203,7 +204,7 @@ class MemoryMeter:
         finally:
             self._measuring = None
         if size < 0:
-            raise KernelError(f"{name}: the device has {gib(-size)} GiB more free memory than before; something else gave it back meanwhile")
+            raise KernelError(f"{name}: the device has {gib(-size)} GiB more free memory than before; something gave it back")
         self.book(name, size, Provenance.MEASURED)
 
     def check(self) -> None:
@@ -218,14 +219,14 @@ class MemoryMeter:
     def check_count(self, found: int, *, tolerance: int = COUNT_TOLERANCE) -> None:
         """Raise `CountMismatch` unless what is left by another reading is what the items leave, within `tolerance` bytes.
 
-        found: bytes left, read without the items: the device's free memory less what lies outside of the budget, or a figure that a
-        host prints. A difference means that something is booked twice, or not at all.
+        found: bytes left, read without the items: the device's free memory less what lies outside of the budget, or a figure
+        that a host prints. A difference means that something is booked twice, or not at all.
         """
         if abs(self.rest - found) > tolerance:
+            items = ", ".join(f"{item.name} {gib(item.bytes)}" for item in self.items)
             raise CountMismatch(
-                f"{REST} is {gib(self.rest)} GiB by the items and {gib(found)} GiB as found: {(self.rest - found) / MIB:+.1f} MiB, "
-                f"where {tolerance / MIB:.1f} are allowed; the items are " + ", ".join(f"{item.name} {gib(item.bytes)}" for item in self.items),
-                rest=self.rest, found=found)
+                f"{REST} is {gib(self.rest)} GiB by the items and {gib(found)} GiB as found: {(self.rest - found) / MIB:+.1f} "
+                f"MiB, where {tolerance / MIB:.1f} are allowed; the items are {items}", rest=self.rest, found=found)
 
     def doubtful(self, expected: Mapping[str, int], *, within: float) -> tuple[Doubt, ...]:
         """Items further than a share `within` from what an independent reckoning expects, in the order of `names`.
@@ -255,13 +256,15 @@ class MemoryMeter:
         if name not in self.names:
             raise KernelError(f"{name!r} is no item of this meter, which has {', '.join(self.names)}")
         if name in self._items:
-            raise DoubleBooking(f"{name} is booked already, with {gib(self._items[name].bytes)} GiB ({self._items[name].provenance.value})")
+            item = self._items[name]
+            raise DoubleBooking(f"{name} is booked already, with {gib(item.bytes)} GiB ({item.provenance.value})")
         if name == self._measuring:
             raise DoubleBooking(f"{name} is being measured, which books it")
 
     def _named(self, name: str, found: Measuring) -> int:
         if not found.tensors:
-            raise KernelError(f"{name}: no tensor was named with add(), and the memory of the CPU is not read; book() takes a figure")
+            raise KernelError(
+                f"{name}: no tensor was named with add(), and the memory of the CPU is not read; book() takes a figure")
         return tensor_bytes(*found.tensors)
 
     def _read(self, *, peak: bool, start: bool) -> int:

@@ -73,8 +73,8 @@ class HostPages:
     def copy_out(self, device_pages: PageIds, host_pages: PageIds, *, non_blocking: bool = False) -> Transfer:
         """Keep a copy of each device page as the host page at the same place of the other list.
 
-        device_pages: ids of the store, its scratch page not among them. host_pages: as many ids of this buffer, none twice. non_blocking:
-        return at once on a CUDA device, with the copy queued on the current stream; else when it has ended.
+        device_pages: ids of the store, its scratch page not among them. host_pages: as many ids of this buffer, none twice.
+        non_blocking: return at once on a CUDA device, with the copy queued on the current stream; else when it has ended.
         Raises `KernelError` naming the ids that cannot be; nothing is copied then. Cost: per layer, one gather on the device
         for keys and one for values, and one transfer for each run of consecutive host pages.
         """
@@ -102,7 +102,7 @@ class HostPages:
         for layer in range(self.store.layers):
             for side, pages in enumerate(self.store.layer(layer)):
                 direct = isinstance(picked, slice)
-                staged = pages[picked] if direct else torch.empty((len(targets), *pages.shape[1:]), dtype=pages.dtype, device=pages.device)
+                staged = pages[picked] if direct else pages.new_empty((len(targets), *pages.shape[1:]))
                 for at, first, count in _runs(sources):
                     staged[at : at + count].copy_(self.data[layer, side, first : first + count], non_blocking=True)
                 if not direct:
@@ -111,7 +111,8 @@ class HostPages:
 
     def _checked(self, sources: PageIds, targets: PageIds, from_name: str, to_name: str, *,
                  targets_on_host: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        host, device = (self.pages, f"of the host buffer's {self.pages} pages"), (self.store.pages, f"of the store's {self.store.pages} pages")
+        host = (self.pages, f"of the host buffer's {self.pages} pages")
+        device = (self.store.pages, f"of the store's {self.store.pages} pages")
         from_limit, to_limit = (device, host) if targets_on_host else (host, device)
         first, second = _ids(from_name, sources, *from_limit), _ids(to_name, targets, *to_limit)
         if len(first) != len(second):

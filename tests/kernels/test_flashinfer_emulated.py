@@ -48,11 +48,12 @@ def test_attention_with_its_log_sum_exp_writes_nothing_and_is_natural() -> None:
 
     for step in life(Shape(16, 4, 2, 64, torch.float16), make):
         attention = made[0]
-        before = [side.clone() for side in attention.store.layer(step.layer)]
+        cache = attention.store.layer(step.layer)
+        before = [side.clone() for side in cache]
         out, lse = attention.attend(step.layer, step.q)
         assert torch.equal(out, step.out)
-        assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, attention.store.layer(step.layer), strict=True))
-        keys, _ = emulated_flashinfer.rows(attention.store.layer(step.layer), step.batch.kv_indptr, step.batch.kv_indices, step.batch.last_page_len, 0)
+        assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, cache, strict=True))
+        keys, _ = emulated_flashinfer.rows(cache, step.batch.kv_indptr, step.batch.kv_indices, step.batch.last_page_len, 0)
         seen = len(keys) - int(step.batch.qo_indptr_host[1]) + 1  # the row's first token sees as much
         scores = keys[:seen, 0].float() @ step.q[0, 0].float() / math.sqrt(64)
         assert lse[0, 0].item() == pytest.approx(torch.logsumexp(scores, 0).item(), abs=1e-3)

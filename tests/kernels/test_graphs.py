@@ -265,8 +265,8 @@ def test_an_attention_that_reads_lengths_on_the_host_cannot_be_captured() -> Non
 @pytest.mark.parametrize("wrong", [torch.zeros(3, 2), torch.zeros(())])
 def test_a_model_that_forgets_a_row_is_caught(wrong: torch.Tensor) -> None:
     store = new_store()
-    graphs = DecodeGraphs(lambda _batch, _attention: wrong, ReferenceAttention(store, heads=HEADS), store, buckets=(4,), indices=64, capture=Capture.EAGER)
-    builder = BatchBuilder(page_size=PAGE)
+    attention, builder = ReferenceAttention(store, heads=HEADS), BatchBuilder(page_size=PAGE)
+    graphs = DecodeGraphs(lambda _batch, _attention: wrong, attention, store, buckets=(4,), indices=64, capture=Capture.EAGER)
     for scheduler, plan in steps(1):
         batch = builder.build(plan)
         if batch.decodes:

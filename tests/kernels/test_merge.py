@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvsched_kernels import PagedStore, reference
 from kvsched_kernels.errors import KernelError
 from kvsched_kernels.merge import (
     GateFailed,
@@ -115,6 +116,30 @@ def test_the_sum_is_in_rank_order_and_another_order_gives_other_bytes() -> None:
         gate_agreement(by_arrival, expected, tolerance=1e-5)  # the same sum
         others += not torch.equal(by_arrival[0], expected[0])  # in other bytes
     assert others > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_pages_dealt_to_ranks_merge_to_the_attention_over_all(ranks: int) -> None:
+    """What a host does that splits KV by tokens: a rank holds every n-th page of each row, and of a short row some hold none."""
+    page, heads, kv_heads, width = 4, 6, 2, 8
+    store = PagedStore(layers=1, pages=16, page_size=page, kv_heads=kv_heads, head_dim=width, dtype=torch.float64)
+    random = torch.Generator().manual_seed(4)
+    for side in store.layer(0):
+        side.copy_(torch.randn(side.shape, generator=random, dtype=torch.float64))
+    q = torch.randn((2, 1, heads, width), generator=random, dtype=torch.float64)
+    tables, lengths = ([9, 3, 14, 0, 7], [5]), (18, 2)
+
+    def over(deal: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of both rows over the pages that a rank was dealt: [rows, heads, width] and [rows, heads]."""
+        answers = []
+        for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+            positions = torch.arange(len(table) * page).view(-1, page)[deal].flatten()
+            keys, values = (side[torch.tensor(table[deal], dtype=torch.int64)].flatten(0, 1).unsqueeze(0) for side in store.layer(0))
+            answers.append(reference.attend(q[row : row + 1], keys, values, (positions < length).view(1, 1, -1), width**-0.5))
+        return torch.cat([out[:, 0] for out, _ in answers]), torch.cat([lse[:, 0] for _, lse in answers])
+
+    arrived = {rank: over(slice(rank, None, ranks)) for rank in reversed(range(ranks))}
+    gate_agreement(merge(*in_rank_order(arrived)), over(slice(None)), tolerance=TOLERANCE)
 
 
 def test_every_rank_must_have_sent_its_part() -> None:

@@ -26,8 +26,12 @@ from kvsched_kernels.meter import (
 )
 
 LINES = ("weights", "holdback", "state", "speculative", "activation")
-PIPELINE = ((13.572, 1.000, 0.731, 0.877, 1.000, 13.875), (7.408, 1.000, 0.426, 0.511, 1.000, 8.014), (8.342, 1.000, 0.304, 0.365, 1.000, 8.324))
-TENSOR = ((4.252, 1.000, 0.731, 0.877, 0.0, 24.195), (2.719, 1.000, 0.365, 0.438, 0.0, 13.837), (3.662, 1.000, 0.365, 0.438, 0.0, 13.870))
+PIPELINE = (
+    (13.572, 1.000, 0.731, 0.877, 1.000, 13.875), (7.408, 1.000, 0.426, 0.511, 1.000, 8.014), (8.342, 1.000, 0.304, 0.365, 1.000, 8.324),
+)
+TENSOR = (
+    (4.252, 1.000, 0.731, 0.877, 0.000, 24.195), (2.719, 1.000, 0.365, 0.438, 0.000, 13.837), (3.662, 1.000, 0.365, 0.438, 0.000, 13.870),
+)
 BUDGETS = (31_800, 18_800, 19_800)
 """Law G7: items of three ranks in two layouts, in GiB with the rest last, and each rank's budget in MiB."""
 BOOTS = [(rank, figures) for layout in (PIPELINE, TENSOR) for rank, figures in enumerate(layout)]
@@ -70,7 +74,8 @@ def test_the_gain_of_a_layout_is_found_and_its_weights_are_flagged() -> None:
     before, after = ([booked(rank, figures) for rank, figures in enumerate(layout)] for layout in (PIPELINE, TENSOR))
 
     def gained(name: str) -> float:
-        return sum(i.bytes for meter in before for i in meter.items if i.name == name) / GIB - sum(i.bytes for meter in after for i in meter.items if i.name == name) / GIB
+        sums = [sum(item.bytes for meter in layout for item in meter.items if item.name == name) for layout in (before, after)]
+        return (sums[0] - sums[1]) / GIB
 
     assert sum(meter.rest for meter in after) / GIB - sum(meter.rest for meter in before) / GIB == pytest.approx(21.69, abs=0.005)
     assert gained("weights") == pytest.approx(18.69, abs=0.005)
@@ -103,7 +108,8 @@ def test_a_negative_rest_names_the_largest_item() -> None:
     assert meter.rest == 0
     meter.book("graphs", GIB // 2, Provenance.MEASURED)
     assert meter.rest == -GIB // 2
-    with pytest.raises(Overbooked, match=r"rest is -0\.500 GiB: .* 15\.500 of 15\.000 GiB, and the largest is weights with 9\.000 GiB \(measured\)") as caught:
+    message = r"rest is -0\.500 GiB: .* 15\.500 of 15\.000 GiB, and the largest is weights with 9\.000 GiB \(measured\)"
+    with pytest.raises(Overbooked, match=message) as caught:
         meter.check()
     assert caught.value.largest == Item("weights", 9 * GIB, Provenance.MEASURED)
     assert meter.report().endswith("overbooked: the largest item is weights")
@@ -142,7 +148,9 @@ def test_a_host_adds_items_of_its_own() -> None:
         MemoryMeter(GIB, names=("kv", "kv"))
 
 
-@pytest.mark.parametrize(("size", "provenance"), [(-1, Provenance.MEASURED), (1.5, Provenance.MEASURED), (True, Provenance.MEASURED), (1, "measured")])
+@pytest.mark.parametrize(("size", "provenance"), [
+    (-1, Provenance.MEASURED), (1.5, Provenance.MEASURED), (True, Provenance.MEASURED), (1, "measured"),
+])
 def test_figures_are_checked(size: Any, provenance: Any) -> None:
     with pytest.raises(KernelError, match="must be"):
         MemoryMeter(GIB).book("kv", size, provenance)
