@@ -146,7 +146,7 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Ran:
-        """One step: padded to its bucket, or eagerly, as the answer says. Either writes no slot of anybody but the batch's own."""
+        """One step: padded to its bucket, or eagerly, as the answer says. Either writes no slots but the batch's and scratch."""
         bucket = self.bucket_of(batch.rows)
         pages = int(batch.kv_indptr_host[batch.rows])
         if batch.decodes != batch.rows:
@@ -230,7 +230,7 @@ class DecodeGraphs:
 
 
 def _padded(values: Any, size: int, pages: int | None) -> Any:
-    """A host array of a batch at the size of its bucket: 1 for a padded row, or for kv_indptr a page more each, from `pages` on."""
+    """A host array at the size of its bucket: 1 for a padded row, or for kv_indptr a page more each, from `pages` on."""
     if pages is None:
         return np.concatenate([values, np.ones(size - len(values), np.int32)])
     return np.concatenate([values, np.arange(pages + 1, pages + 2 + size - len(values), dtype=np.int32)])
