@@ -39,7 +39,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The prompt's text. Raises `ChatError` with the template's own words where it refuses."""
         try:
-            return self._template.render(messages=[dict(message) for message in messages],
+            return self._template.render(messages=[dict(message) for message in messages], tools=None, documents=None,
                                          add_generation_prompt=add_generation_prompt, **self._names)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as fault:
             raise ChatError(f"the model's chat template refuses these messages: {fault}") from fault

@@ -83,8 +83,10 @@ class Tokenizer:
         """Ids of a prompt as its author wrote it.
 
         A special token spelled out in it is that token, and what the model's files put before every text (a start token,
-        for some) is put. That is how servers of open models read a completion's prompt: its author writes the template by hand. Text of
-        strangers goes through `chat`. Raises `TokenizerError` for text that has no UTF-8 form (lone surrogates).
+        for some) is put. That is how servers of open models read a completion's prompt: its author writes the template by
+        hand. Text of strangers goes through `chat`. A byte that a byte-level vocabulary has no token for is left out (SmolLM2
+        has none for 21, control characters most of them). Raises `TokenizerError` for text that has no UTF-8 form (lone
+        surrogates).
         """
         return self._encode(self._backend, text, whole=True)
 
