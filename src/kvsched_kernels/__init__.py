@@ -10,7 +10,13 @@ from __future__ import annotations
 from kvsched_kernels.attention import Attention
 from kvsched_kernels.batch import Batch, BatchBuilder
 from kvsched_kernels.errors import KernelError
+from kvsched_kernels.flashinfer import FlashInferAttention
+from kvsched_kernels.graphs import DecodeGraphs
+from kvsched_kernels.merge import merge
+from kvsched_kernels.meter import MemoryMeter
+from kvsched_kernels.offload import HostPages, copy_pages
 from kvsched_kernels.reference import ReferenceAttention
 from kvsched_kernels.store import PagedStore
 
-__all__ = ["Attention", "Batch", "BatchBuilder", "KernelError", "PagedStore", "ReferenceAttention"]
+__all__ = ["Attention", "Batch", "BatchBuilder", "DecodeGraphs", "FlashInferAttention", "HostPages", "KernelError", "MemoryMeter",
+           "PagedStore", "ReferenceAttention", "copy_pages", "merge"]

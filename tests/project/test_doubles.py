@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import attrs
+import flashinfer
 import pytest
 from checkout import ROOT
 from doubles import lookalikes, members, missing_members, unlike_members
@@ -20,6 +21,7 @@ from kvsched.sim.cost import CostModel
 SHAPES: dict[str, Any] = {
     **{name: getattr(protocols, name) for name in ("Pool", "TreeCache", "Handle", "Executor", "EventSink")},
     "CostModel": CostModel, "View": View, "Scheduler": Scheduler,
+    "FlashInfer decode": flashinfer.BatchDecodeWithPagedKVCacheWrapper, "FlashInfer prefill": flashinfer.BatchPrefillWithPagedKVCacheWrapper,
 }
 """What a double can stand in for: a protocol, or a real class that is handed around."""
 
@@ -36,6 +38,8 @@ DOUBLES: dict[str, str] = {
     "tests/test_cases.py:Ear": "EventSink",
     "tests/laws/test_d_cache.py:Ear": "EventSink",
     "tests/test_bad_input.py:Meddler": "EventSink",
+    "tests/kernels/emulated_flashinfer.py:BatchDecodeWithPagedKVCacheWrapper": "FlashInfer decode",
+    "tests/kernels/emulated_flashinfer.py:BatchPrefillWithPagedKVCacheWrapper": "FlashInfer prefill",
 }
 """Every class of tests/, of kvsched.testing and of the simulator that is put in the place of a real object: where it
 stands, and what it stands in for. A class that looks like one and is missing here fails the search below."""
