@@ -116,7 +116,9 @@ async def serve(server: Server, listener: socket.socket, load: Callable[[], Serv
     loaded.add_done_callback(arrived)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
-        await server.up.wait()
+        up = asyncio.ensure_future(server.up.wait())
+        await asyncio.wait((serving, up), return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
         threading.Thread(target=read, name="loading", daemon=True).start()
         await serving
         if loaded.done():
