@@ -31,7 +31,7 @@ def test_the_host_loop_runs_as_printed() -> None:
 def test_the_two_commands_of_the_readme_are_make_targets() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    make (\w+)", text, re.MULTILINE)
-    assert commands == ["demo", "test"]
+    assert commands == ["serve", "test"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert all(re.search(rf"^{command}:.*##", makefile, re.MULTILINE) for command in commands)
 
