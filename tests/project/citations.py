@@ -4,7 +4,7 @@ A citation is a span in backticks, outside a fenced block, of one of these forms
     path/file.py            a file of the repository, seen from its root (any of the suffixes below)
     path/file.py:Symbol     a symbol of that file: Name, Class.member, CONSTANT (`::` reads the same)
     path/                   a folder
-    kvsched.module.Symbol   a module or a symbol of the package, through re-exports; a trailing () is allowed
+    kvsched.module.Symbol   a module or a symbol of the package, of kvsched_kernels or of reference_server, through re-exports; a trailing () is allowed
 and so is the target of a relative link. Everything else in backticks is no citation. What is checked is that a name
 exists, not that the sentence around it is true.
 """
@@ -22,7 +22,7 @@ SUFFIXES = ("py", "md", "toml", "txt", "json", "yml", "cfg", "typed")
 _DEPTH = 8
 _FILE = re.compile(rf"(?P<path>[\w.-]+(?:/[\w.-]+)*\.(?:{'|'.join(SUFFIXES)}))(?:::?(?P<symbol>[^\s]+))?")
 _FOLDER = re.compile(r"(?:[\w.-]+/)+")
-_DOTTED = re.compile(r"kvsched(?:_kernels)?(?:\.\w+)+(?:\(\))?")
+_DOTTED = re.compile(r"(?:kvsched(?:_kernels)?|reference_server)(?:\.\w+)+(?:\(\))?")
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -115,7 +115,7 @@ def _attributes(node: ast.expr) -> Iterator[str]:
 
 
 class Checker:
-    """Resolves citations against the tree under `root`, whose packages lie in root/src."""
+    """Resolves citations against the tree under `root`, whose packages lie in root/src, but for the reference server in root/examples."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -157,7 +157,7 @@ class Checker:
         return self._trees[path]
 
     def _module(self, parts: list[str]) -> Path | None:
-        base = self.root.joinpath("src", *parts)
+        base = self.root.joinpath("examples" if parts[0] == "reference_server" else "src", *parts)
         for path in (base / "__init__.py", base.with_name(base.name + ".py")):
             if path.is_file():
                 return path
