@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsched import (
+    Agreed,
     Event,
     NullCache,
     PagePool,
@@ -290,6 +291,20 @@ def test_c32_one_event_per_pause() -> None:
     sched.resume()
     assert ear.count("resumed") == {"A": 1, "B": 1, "C": 1}
     drain(sched)
+
+
+@pytest.mark.parametrize(("admit", "running"), [(None, ["A", "H0", "H1"]), (2, ["A", "H0", "H1"]), (1, ["A", "B", "H0"]), (0, ["A", "B", "C"])])
+def test_c35_nobody_is_displaced_for_whom_the_ranks_do_not_admit(admit: int | None, running: list[str]) -> None:
+    """Three places, two better requests that wait: as many give way as newcomers were agreed on."""
+    sched = make(max_running=3, preempt_priority=True)
+    for key in "ABC":
+        sched.submit(request(key, 20, 9, first=ord(key) * 100, priority=2))
+    step(sched)
+    for key in ("H0", "H1"):
+        sched.submit(request(key, 20, 9, first=9_000))
+    plan = sched.schedule(Agreed(admit=admit))
+    assert sched.snapshot()["running"] == running
+    assert len(plan.retracted) == len(plan.admitted) == running.count("H0") + running.count("H1")
 
 
 def test_c39_one_end_and_no_token_when_abort_beats_the_last_chunk() -> None:

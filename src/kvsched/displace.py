@@ -30,9 +30,14 @@ def displace(step: Step) -> None:
     funds = Funds(core)
     room = funds.fundable()
     coming = core.on_their_way()
+    admit_left = step.admit_left
     for live in core.queue.candidates(arranger(core)):
         if not live.ready or live.late or _adapter_blocked(core, live):
             continue
+        if admit_left is not None:
+            if admit_left <= 0:
+                return  # the ranks agreed on no more newcomers
+            admit_left -= 1
         need = pages_wanted(core, live) - core.match(live) // core.config.page_size
         if places > 0 and need <= room:
             places -= 1
