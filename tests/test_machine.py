@@ -67,6 +67,28 @@ def test_soak_machine(capsys: pytest.CaptureFixture[str]) -> None:
         print(f"\nsoak, hypothesis machine: {steps} steps")  # noqa: T201 - what the run is for
 
 
+# -- what the model must allow -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_evicted_leaves_shorter_matches_when_it_is_rolled_back() -> None:
+    """Page 1, four pages: D lacks one token of four, C two. B's next page takes the last page that D had, and then C is the earlier one."""
+    host = CheckedHost({"page_size": 1, "max_running": 1, "order": "sjf"}, 4)
+    host.submit("A", [0, 1, 2], 1)
+    host.schedule()
+    host.commit()
+    host.submit("B", [3], 4, cache_write=False)
+    host.schedule()
+    host.commit()
+    host.submit("C", [3, 3], 1)
+    host.submit("D", [0, 1, 2, 3], 1)
+    assert host.state["waiting"] == ["D", "C"]
+    host.schedule()
+    assert host.in_flight[0].plan.evicted == 1
+    host.rollback()
+    assert host.state["waiting"] == ["C", "D"]
+    host.drain()
+
+
 # -- planted faults: each must be found --------------------------------------------------------------------------------
 
 
@@ -212,6 +234,7 @@ OTHER: dict[str, tuple[Callable[[Any], Any], str]] = {
     "prefill_grant": (lambda _: None, "C4 prefill grant"),
     "decode_every": (lambda value: value + 6, "C4 decode gap"),
     "stall_steps": (lambda _: 10**6, "F1 stalled"),
+    "exchange_pages": (lambda _: True, "only appended to"),
 }
 """Keys that a scheduler might not obey, the value it works with instead, and the law that must notice."""
 
@@ -221,6 +244,7 @@ LIKELY: dict[str, dict[str, Any]] = {
                       "preempt_priority": False, "chunk_tokens": None},
     "decode_every": {"admission": "guaranteed", "preempt_priority": False},
     "stall_steps": {"stall_steps": 3},
+    "exchange_pages": {"exchange_pages": False, "chunk_tokens": 2, "max_in_flight": 1, "hold_shared_prefill": False},
 }
 """What makes the knob matter in most runs, where random settings seldom do."""
 

@@ -238,8 +238,8 @@ def _commit_chunk(core: Core, record: InFlight, entry: PrefillRow, leaving: list
     if counted < live.uncomputed:
         core.inflight_tokens -= live.uncomputed - counted
         live.uncomputed = counted
-    named = bool(core.naming(chunk.row))
-    core.store_prefix(live, aligned(min(end_at, live.target), core.config.page_size), adopt=not named)
+    adopt = core.config.exchange_pages and not core.naming(chunk.row)
+    core.store_prefix(live, aligned(min(end_at, live.target), core.config.page_size), adopt=adopt)
     if chunk.last:
         core.prefilling.pop(live.id, None)
 

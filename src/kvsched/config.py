@@ -78,6 +78,9 @@ class SchedulerConfig:
     head: who may pass a deferred head. max_bypass: how many may (skip).
     preempt_priority: whether a strictly better priority may displace running requests.
     hold_shared_prefill: whether cold requests with one prefix wait for its first computation.
+    exchange_pages: whether a running row's pages may be exchanged for the cache's own of the same content, so that two
+        requests that computed one prefix side by side share it from then on. False for a host whose rows are only ever
+        appended to: the copy is given back, and what the row computed after it is cached, when the request leaves.
     pin_limit_pages: pages that pins may keep; None: pins are refused.
     max_queued_requests, max_queued_tokens: requests, and their prompt tokens, that hold nothing yet.
     max_inflight_prompt_tokens: prompt tokens submitted and not yet computed, waiting or resident.
@@ -108,6 +111,7 @@ class SchedulerConfig:
     max_bypass: int = attrs.field(default=16, validator=_integer(0))
     preempt_priority: bool = attrs.field(default=False, validator=_flag)
     hold_shared_prefill: bool = attrs.field(default=False, validator=_flag)
+    exchange_pages: bool = attrs.field(default=True, validator=_flag)
     pin_limit_pages: int | None = attrs.field(default=None, validator=_integer(0, none=True))
     max_queued_requests: int | None = attrs.field(default=None, validator=_integer(0, none=True))
     max_queued_tokens: int | None = attrs.field(default=None, validator=_integer(0, none=True))

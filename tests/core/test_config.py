@@ -16,7 +16,7 @@ FROM_ONE = ("page_size", "max_running", "max_step_tokens", "decode_every", "clip
 FROM_ONE_OR_NONE = ("chunk_tokens", "long_prefill_tokens", "max_partial_prefills", "prefill_grant", "context_limit", "max_adapters")
 FROM_ZERO = ("aging_tokens", "max_skips", "max_bypass", "lookahead_tokens")
 FROM_ZERO_OR_NONE = ("pin_limit_pages", "max_queued_requests", "max_queued_tokens", "max_inflight_prompt_tokens")
-FLAGS = ("preempt_priority", "hold_shared_prefill")
+FLAGS = ("preempt_priority", "hold_shared_prefill", "exchange_pages")
 CHOICES = {
     "admission": ("guaranteed", "expected"), "ratio_start": ("minimum", "initial"), "head": ("strict", "backfill", "skip"),
     "order": ("fcfs", "lpm", "dfs-weight", "lof", "priority", "sjf", "fair"),
@@ -85,9 +85,9 @@ def test_defaults_are_those_of_the_scenario_files() -> None:
         "max_running": 256, "max_step_tokens": 8192, "chunk_tokens": None, "long_prefill_tokens": None, "max_partial_prefills": None,
         "decode_every": 1, "prefill_grant": None, "context_limit": None, "admission": "expected", "conservativeness": 1.0,
         "ratio_start": "minimum", "clip_new_tokens": 4096, "order": "fcfs", "aging_tokens": 0, "max_skips": 16, "head": "strict",
-        "max_bypass": 16, "preempt_priority": False, "hold_shared_prefill": False, "pin_limit_pages": None, "max_queued_requests": None,
-        "max_queued_tokens": None, "max_inflight_prompt_tokens": None, "max_adapters": None, "max_in_flight": 1, "lookahead_tokens": 0,
-        "stall_steps": 100,
+        "max_bypass": 16, "preempt_priority": False, "hold_shared_prefill": False, "exchange_pages": True, "pin_limit_pages": None,
+        "max_queued_requests": None, "max_queued_tokens": None, "max_inflight_prompt_tokens": None, "max_adapters": None,
+        "max_in_flight": 1, "lookahead_tokens": 0, "stall_steps": 100,
     }
     assert {key: getattr(config, key) for key in told} == told
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from loop import ask, chunks, drain, make, pages, running, step, submit, totals, why
 
+from kvsched import StepResult
+
 
 @pytest.mark.parametrize(("hold", "computed"), [(True, 1024 + 4 * 16), (False, 4 * 1040)])
 def test_a_burst_with_one_prefix_computes_it_once(hold: bool, computed: int) -> None:
@@ -84,3 +86,26 @@ def test_a_look_that_led_to_nothing_is_no_use(head: str) -> None:
     assert step(sched).evicted == 2
     submit(sched, ask("X2", 9, 1, first=0), ask("Y2", 9, 1, first=500))
     assert chunks(sched.schedule()) == [("X2", 0, 9), ("Y2", 8, 1)]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a3_pages_computed_twice_are_exchanged_or_given_back_at_the_end(exchange: bool) -> None:
+    """Page 4: L and F compute the same two pages side by side. The commit exchanges F's page, and the next plan tells the host.
+
+    Without `exchange_pages` a row keeps its own copy while it runs, and gives it back when it leaves.
+    """
+    sched = make(100, 4, cache=True, exchange_pages=exchange, chunk_tokens=4)
+    submit(sched, ask("L", 9, 8, first=0), ask("F", 9, 4, first=0))
+    plan = sched.schedule()
+    leader, follower = sched.block_table[:2, 0].tolist()
+    assert leader != follower
+    sched.commit(plan, StepResult(tokens=[7, 7]))
+    assert sched.block_table[:2, 0].tolist() == [leader, leader if exchange else follower]
+    told = step(sched).deltas
+    entries = list(zip(told.row.tolist(), told.column.tolist(), told.page.tolist(), strict=True))
+    assert [entry for entry in entries if entry[1] == 0] == ([(1, 0, leader)] if exchange else [])
+    step(sched)  # both prompts are computed: two pages of each are full, and each has one of its own
+    assert sched.occupancy["locked"] == 2
+    assert sched.occupancy["private"] == (2 if exchange else 4)
+    drain(sched, 20)
+    assert sched.occupancy == {"usable": 100, "free": 96, "cached": 4, "locked": 0, "private": 0, "quarantined": 0}

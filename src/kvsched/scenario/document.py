@@ -21,8 +21,8 @@ EVICTIONS = ("lru", "lfu", "slru", "fifo", "priority")
 SCHEDULER_KEYS = (
     "page_size", "max_running", "max_step_tokens", "chunk_tokens", "long_prefill_tokens", "max_partial_prefills", "decode_every",
     "prefill_grant", "context_limit", "admission", "conservativeness", "ratio_start", "clip_new_tokens", "order", "aging_tokens",
-    "max_skips", "head", "max_bypass", "preempt_priority", "hold_shared_prefill", "pin_limit_pages", "max_queued_requests",
-    "max_queued_tokens", "max_inflight_prompt_tokens", "max_adapters", "max_in_flight", "lookahead_tokens", "stall_steps",
+    "max_skips", "head", "max_bypass", "preempt_priority", "hold_shared_prefill", "exchange_pages", "pin_limit_pages",
+    "max_queued_requests", "max_queued_tokens", "max_inflight_prompt_tokens", "max_adapters", "max_in_flight", "lookahead_tokens", "stall_steps",
 )
 """Keys of `config` that are keys of `SchedulerConfig` under the same name."""
 

@@ -133,6 +133,7 @@ class Books:
         self.recomputed = [0, 0]
         self.moved = [0, 0]  # step in which something moved last (law F1): that of the plan, and that of the commit
         self.overtaken: set[str] = set()
+        self.told: dict[tuple[int, int], int] = {}  # the host's block table: row and column to page
         self.parked_steps = 0
 
     def family(self, name: str) -> list[Account]:

@@ -76,6 +76,7 @@ def random_setup(rng: Random) -> Setup:
         "max_in_flight": pick([1, 2]),
         "lookahead_tokens": lookahead,
         "stall_steps": pick([5, 20, 100]),
+        "exchange_pages": rng.random() < 0.7,
     }
     return {"settings": settings, "pages": pages, "prefix_cache": rng.random() < 0.75,
             "eviction": pick(["lru", "lfu", "slru", "fifo", "priority"]), "seed": rng.randrange(1000)}

@@ -84,6 +84,7 @@ class PlainModel(Books):
         for name in plan.admitted:
             known = self.accounts.get(name)
             law("an admitted request was waiting", known is not None and not known.resident, name)
+        plan_laws.check_appends(self, plan, scene)
         plan_laws.check_retraction(self, plan, scene)
         queue_laws.check_bypass(self, plan, scene)
         for name in plan.retracted:

@@ -41,6 +41,16 @@ class Scene:
         return {name: self.after["requests"][name]["wait_reason"] for name in self.after["waiting"]}
 
 
+def check_appends(books: Books, plan: Plan, scene: Scene) -> None:
+    """Without `exchange_pages` a page that a resident holds stays where the host was told that it is. Read before the victims leave the books."""
+    deltas = plan.deltas
+    held = {a.row: scene.before["requests"][a.id]["pages"] for a in books.order if a.id not in plan.retracted}
+    for row, column, page in zip(deltas.row.tolist(), deltas.column.tolist(), deltas.page.tolist(), strict=True):
+        rewritten = column < held.get(row, 0) and page != books.told[row, column]
+        law("a row is only appended to", not rewritten or books.config.exchange_pages, row, column, page)
+        books.told[row, column] = page
+
+
 def check_retraction(books: Books, plan: Plan, scene: Scene) -> None:
     """C2: whom a plan may retract, and that it had to. Read before the victims leave the books."""
     if not plan.retracted:
