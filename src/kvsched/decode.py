@@ -82,6 +82,12 @@ def _plan_rows(step: Step, rows: Ints, tried: set[int]) -> bool:
     return True
 
 
+def prefill_first(step: Step) -> bool:
+    """Whether prefill goes before the decodes of this step, as far as `decode_every` says (law C4)."""
+    every = step.core.config.decode_every
+    return every > 1 and step.number - step.core.last_decode_step < every
+
+
 def pages_due(core: Core) -> int:
     """Pages that the decodes of this step would take if all of them ran. O(rows)."""
     residents = core.residents

@@ -13,11 +13,35 @@ from kvsched.admission.chunking import chunk_length
 from kvsched.arrange import arranger
 from kvsched.chunks import partials, remaining
 from kvsched.core import Core
+from kvsched.decode import prefill_first
 from kvsched.live import Live
 from kvsched.newcomers import awaits_prefill, lock
+from kvsched.protocols import Handle
 from kvsched.retraction import ending, lost_tokens, retract
 from kvsched.step import Step
 from kvsched.units import NO_PAGES
+
+
+class _Starters:
+    """Who starts before the one that is looked at, with and without displacement: what they take of this step.
+
+    count: places. pages: promised to them. tokens: of the step. partial: places of those who will be between two chunks.
+    adapters: theirs. Everything is as admission will find it, so that nobody is displaced in vain.
+    """
+
+    __slots__ = ("adapters", "count", "pages", "partial", "tokens")
+
+    def __init__(self) -> None:
+        self.count = self.pages = self.tokens = self.partial = 0
+        self.adapters: set[str | None] = set()
+
+    def add(self, live: Live, need: int, rest: int, length: int) -> None:
+        """One more starts: `need` pages, `rest` tokens to compute and `length` of them in this step."""
+        self.count += 1
+        self.pages += need
+        self.tokens += length
+        self.partial += length < rest
+        self.adapters.add(live.request.adapter)
 
 
 def displace(step: Step) -> None:
@@ -26,49 +50,58 @@ def displace(step: Step) -> None:
     best = core.queue.best_priority()
     if best is None or not core.running or best >= max(live.priority for live in core.running.values()):
         return
-    places = core.config.max_running - core.residents.count
+    locked: list[Handle] = []
+    try:
+        _displace(step, locked)
+    finally:
+        if core.cache is not None:
+            for handle in locked:
+                core.cache.unlock(handle, used=False)
+
+
+def _displace(step: Step, locked: list[Handle]) -> None:
+    """Go through those who wait, the match of each locked from there on: a hit is not room as well."""
+    core = step.core
+    starters = _Starters()
     funds = Funds(core)
-    room = funds.fundable()
     coming = core.on_their_way()
-    admit_left = step.admit_left
     for live in core.queue.candidates(arranger(core)):
-        if not live.ready or live.late or _adapter_blocked(core, live):
+        if not live.ready or live.late or _adapter_blocked(core, live, starters):
             continue
-        if admit_left is not None:
-            if admit_left <= 0:
-                return  # the ranks agreed on no more newcomers
-            admit_left -= 1
-        need = pages_wanted(core, live) - core.match(live) // core.config.page_size
+        if step.admit_left is not None and starters.count >= step.admit_left:
+            return  # the ranks agreed on no more newcomers
+        handle, matched = lock(core, live)
+        if handle is not None:
+            locked.append(handle)
+        need = pages_wanted(core, live) - matched // core.config.page_size
+        rest = live.target - matched
+        places = core.config.max_running - core.residents.count - starters.count
+        room = funds.fundable() - starters.pages
         if places > 0 and need <= room:
-            places -= 1
-            room -= need
+            length = _starts_with(step, live, matched, [], starters)
+            if length is None:
+                continue
+            if length <= 0:
+                return  # the step's tokens are used up
+            starters.add(live, need, rest, length)
             continue
-        if places > 0 and live.request.ignore_eos and _fits_by_peak(core, live, funds):
+        if places > 0 and live.request.ignore_eos and funds.peak_fits(live, handle.pages if handle is not None else NO_PAGES):
             return  # it starts without displacing anybody
         if coming and places > 0 and need <= room + coming:
             return  # pages are on their way to it: nobody is displaced twice for one page
         chosen = _victims_for(core, live, need, room + coming, places)
-        if not chosen:
-            return
-        if _budget_left(core, chosen) < 1 or _steps_aside(core, live, chosen):
+        length = _starts_with(step, live, matched, chosen, starters) if chosen else None
+        if not length or length <= 0:
             return
         for victim in chosen:
             retract(core, victim)
             step.retracted.append(victim.id)
         step.displaced = True
-        places = core.config.max_running - core.residents.count - 1
-        room = Funds(core).fundable() - need
+        starters.add(live, need, rest, length)
+        funds = Funds(core)
         coming = core.on_their_way()
-        if places < 0 or room < 0:
+        if core.residents.count + starters.count > core.config.max_running or funds.fundable() < starters.pages:
             return
-
-
-def _fits_by_peak(core: Core, live: Live, funds: Funds) -> bool:
-    handle, _ = lock(core, live)
-    fits = funds.peak_fits(live, handle.pages if handle is not None else NO_PAGES)
-    if handle is not None and core.cache is not None:
-        core.cache.unlock(handle, used=False)
-    return fits
 
 
 def _victims_for(core: Core, live: Live, need: int, room: int, places: int) -> list[Live]:
@@ -91,36 +124,41 @@ def _promised(core: Core) -> dict[int, int]:
     return dict(zip(rows.tolist(), needs(core, rows).tolist(), strict=True))
 
 
-def _adapter_blocked(core: Core, live: Live) -> bool:
+def _adapter_blocked(core: Core, live: Live, starters: _Starters) -> bool:
     limit, adapter = core.config.max_adapters, live.request.adapter
     if limit is None or adapter is None:
         return False
-    present = {other.request.adapter for other in core.running.values()} - {None}
+    present = ({other.request.adapter for other in core.running.values()} | starters.adapters) - {None}
     return adapter not in present and len(present) >= limit
 
 
-def _budget_left(core: Core, victims: list[Live]) -> int:
+def _starts_with(step: Step, live: Live, matched: int, victims: list[Live], starters: _Starters) -> int | None:
+    """Tokens with which the request would start in this step when the victims are gone, 0 for a step without tokens left.
+
+    None: it would be stepped over all the same, for a place among partial prefills or for a shared prefill.
+    """
+    core, config = step.core, step.core.config
+    if awaits_prefill(core, live, matched):
+        return None
+    rest = live.target - matched
+    left = _budget_left(step, victims) - starters.tokens
+    length = chunk_length(rest, max(left, 0), config.chunk_tokens, config.long_prefill_tokens, alone=False)
+    if config.max_partial_prefills is not None and length < rest:
+        places = config.max_partial_prefills - starters.partial - sum(other not in victims for other in partials(core))
+        if places <= 0:
+            return None
+    return length
+
+
+def _budget_left(step: Step, victims: list[Live]) -> int:
     """Tokens that decodes and chunks of residents leave to newcomers in this step when the victims are gone."""
-    residents, config = core.residents, core.config
+    core, residents, config = step.core, step.core.residents, step.core.config
     out = {live.row for live in victims}
     rows = np.array([row for row in residents.active_rows().tolist() if row not in out], dtype=np.int64)
     most = np.where(residents.block[rows] > 0, residents.block[rows], 1 + config.lookahead_tokens)
-    left = config.max_step_tokens - int(np.minimum(most, residents.total[rows] - residents.ctx[rows]).sum())
+    decodes = 0 if prefill_first(step) else int(np.minimum(most, residents.total[rows] - residents.ctx[rows]).sum())
+    left = config.max_step_tokens - decodes
     for live in partials(core):
         if live.row not in out:
             left -= chunk_length(remaining(core, live), max(left, 0), config.chunk_tokens, config.long_prefill_tokens, alone=False)
     return left
-
-
-def _steps_aside(core: Core, live: Live, victims: list[Live]) -> bool:
-    """Whether the request would be stepped over in this step all the same: adapter, partial place, shared prefill."""
-    config = core.config
-    matched = core.match(live)
-    if awaits_prefill(core, live, matched) or _adapter_blocked(core, live):
-        return True
-    if config.max_partial_prefills is None:
-        return False
-    places = config.max_partial_prefills - sum(other not in victims for other in partials(core))
-    rest = live.target - matched
-    return places <= 0 and chunk_length(rest, _budget_left(core, victims), config.chunk_tokens, config.long_prefill_tokens,
-                                        alone=False) < rest

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvsched.chunks import continue_all, continue_chunk, partials
 from kvsched.core import Core
-from kvsched.decode import pages_due, plan_decodes, skip
+from kvsched.decode import pages_due, plan_decodes, prefill_first, skip
 from kvsched.displace import displace
 from kvsched.explain import status_of
 from kvsched.inflight import InFlight, Pass, Undo
@@ -65,7 +65,7 @@ def _phases(step: Step) -> None:
         if ahead <= core.available():  # else the decodes have to retract, and then nobody is admitted (law C2)
             core.ahead = ahead
             granted = bool(decoding) and _grant(step)
-            first = config.decode_every > 1 and step.number - core.last_decode_step < config.decode_every
+            first = prefill_first(step)
     if first:
         _prefill(step)
         core.ahead = 0
