@@ -221,6 +221,34 @@ def test_a_model_that_fails_in_the_middle_of_a_stream_ends_it_with_the_error(nar
     assert b"[DONE]" not in sent
 
 
+def test_a_fault_of_ours_is_500_with_the_id_to_look_for(narrow: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def planted(_: str) -> list[int]:
+        raise LookupError("secret words")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(narrow.served.tokenizer, "encode", planted)
+        reply = narrow.post(COMPLETIONS, prompt="a")
+    assert (reply.status, reply.error["code"], reply.error["type"]) == (500, "internal_error", "server_error")
+    assert reply.headers["x-request-id"] in reply.error["message"]
+    assert b"secret" not in reply.body
+    assert reply.headers["x-request-id"] in caplog.text
+    assert "secret words" in caplog.text
+    assert narrow.post(COMPLETIONS, prompt="a", max_tokens=1).status == 200
+
+
+def test_a_fault_of_ours_in_a_stream_ends_it_with_an_error(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planted(_: Any, __: Any) -> str:
+        raise LookupError("secret words")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("reference_server.text.TextStream.push", planted)
+        reply = narrow.post(COMPLETIONS, prompt="a", stream=True)
+    assert reply.status == 200
+    assert json.loads(reply.body.decode().split("\n\n")[-2].removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert b"[DONE]" not in reply.body
+    assert b"secret" not in reply.body
+
+
 def test_what_runs_may_end_while_new_requests_are_told_to_go() -> None:
     with running() as server:
         with under_way(server, max_tokens=600) as link:

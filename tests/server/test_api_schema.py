@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
-from running import PATIENCE_S, SMALL, Running, running
+from running import PATIENCE_S, SMALL, Running, running, until
 
 from reference_server.api.errors import ApiError
 from reference_server.api.schema import MAX_PROMPTS, NEUTRAL, ChatBody, CompletionBody, parse
@@ -248,6 +248,25 @@ def test_a_body_of_unknown_length_is_cut_off_at_the_limit(server: Running) -> No
         link.sendall(head.encode())
         link.sendall(b"2710\r\n" + b"x" * 10_000 + b"\r\n1\r\nx\r\n")
         assert link.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_long_body_is_let_run_into_the_void_so_that_its_sender_reads_the_answer(server: Running) -> None:
+    reply = server.ask("POST", COMPLETIONS, b"x" * 5_000_000)
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+
+
+def test_a_body_that_does_not_come_is_408(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reference_server.api.body.BODY_S", 0.05)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as link:
+        link.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{{".encode())
+        assert link.recv(65536).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_leaves_before_its_body_is_complete(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as link:
+        link.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{{".encode())
+    until(lambda: not [task for task in server.server.server_state.tasks if not task.done()])
+    assert server.ask("GET", "/health").status == 200
 
 
 def test_what_is_refused_leaves_nothing_behind(server: Running) -> None:

@@ -79,7 +79,11 @@ class Envelope:
                 self._state.metrics.responses.labels(str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, receive, send_on)
+        try:
+            await self._app(scope, receive, send_on)
+        except Exception:
+            if "failed" not in mine:
+                raise  # starlette raises again what `_failed` has answered, so that servers without a log of their own print it
 
 
 async def _api_error(request: Request, error: Exception) -> Response:  # noqa: ARG001  # starlette's signature
@@ -98,6 +102,8 @@ async def _gone(request: Request, error: Exception) -> Response:  # noqa: ARG001
     return Response(status_code=GONE)
 
 
-async def _failed(request: Request, error: Exception) -> Response:  # noqa: ARG001  # starlette's signature
-    """A fault of ours. The server prints the trace; the client learns the request's id."""
+async def _failed(request: Request, error: Exception) -> Response:
+    """A fault of ours. The log gets the trace, the client the id under which it stands there."""
+    request.state.failed = True
+    log.error("%s failed", request.state.request_id, exc_info=error)
     return ApiError(500, f"The server failed. Its log has the details under {request.state.request_id}.", code="internal_error").response()
