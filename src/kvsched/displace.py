@@ -23,24 +23,23 @@ from kvsched.units import NO_PAGES
 
 
 class _Starters:
-    """Who starts before the one that is looked at, with and without displacement: what they take of this step.
+    """Who starts before the one that is looked at, with and without displacement.
 
-    count: places. pages: promised to them. tokens: of the step. partial: places of those who will be between two chunks.
-    adapters: theirs. Everything is as admission will find it, so that nobody is displaced in vain.
+    count: places. pages: promised to them. rests: tokens that each has to compute. adapters: theirs.
     """
 
-    __slots__ = ("adapters", "count", "pages", "partial", "tokens")
+    __slots__ = ("adapters", "count", "pages", "rests")
 
     def __init__(self) -> None:
-        self.count = self.pages = self.tokens = self.partial = 0
+        self.count = self.pages = 0
+        self.rests: list[int] = []
         self.adapters: set[str | None] = set()
 
-    def add(self, live: Live, need: int, rest: int, length: int) -> None:
-        """One more starts: `need` pages, `rest` tokens to compute and `length` of them in this step."""
+    def add(self, live: Live, need: int, rest: int) -> None:
+        """One more starts: `need` pages, `rest` tokens to compute."""
         self.count += 1
         self.pages += need
-        self.tokens += length
-        self.partial += length < rest
+        self.rests.append(rest)
         self.adapters.add(live.request.adapter)
 
 
@@ -81,9 +80,9 @@ def _displace(step: Step, locked: list[Handle]) -> None:
             length = _starts_with(step, live, matched, [], starters)
             if length is None:
                 continue
-            if length <= 0:
+            if length == 0:
                 return  # the step's tokens are used up
-            starters.add(live, need, rest, length)
+            starters.add(live, need, rest)
             continue
         if places > 0 and live.request.ignore_eos and funds.peak_fits(live, handle.pages if handle is not None else NO_PAGES):
             return  # it starts without displacing anybody
@@ -91,13 +90,13 @@ def _displace(step: Step, locked: list[Handle]) -> None:
             return  # pages are on their way to it: nobody is displaced twice for one page
         chosen = _victims_for(core, live, need, room + coming, places)
         length = _starts_with(step, live, matched, chosen, starters) if chosen else None
-        if not length or length <= 0:
+        if not length:
             return
         for victim in chosen:
             retract(core, victim)
             step.retracted.append(victim.id)
         step.displaced = True
-        starters.add(live, need, rest, length)
+        starters.add(live, need, rest)
         funds = Funds(core)
         coming = core.on_their_way()
         if core.residents.count + starters.count > core.config.max_running or funds.fundable() < starters.pages:
@@ -140,13 +139,17 @@ def _starts_with(step: Step, live: Live, matched: int, victims: list[Live], star
     core, config = step.core, step.core.config
     if awaits_prefill(core, live, matched):
         return None
-    rest = live.target - matched
-    left = _budget_left(step, victims) - starters.tokens
-    length = chunk_length(rest, max(left, 0), config.chunk_tokens, config.long_prefill_tokens, alone=False)
-    if config.max_partial_prefills is not None and length < rest:
-        places = config.max_partial_prefills - starters.partial - sum(other not in victims for other in partials(core))
-        if places <= 0:
-            return None
+    left, places = _budget_left(step, victims), None
+    if config.max_partial_prefills is not None:
+        places = config.max_partial_prefills - sum(other not in victims for other in partials(core))
+    length = 0
+    for rest in (*starters.rests, live.target - matched):  # who was cut short takes first what the victims leave
+        length = chunk_length(rest, max(left, 0), config.chunk_tokens, config.long_prefill_tokens, alone=False)
+        left -= length
+        if places is not None and length < rest:
+            if places <= 0:
+                return None
+            places -= 1
     return length
 
 
