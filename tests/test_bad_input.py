@@ -265,6 +265,7 @@ WRONG_CALLS: dict[str, tuple[type[Exception], Callable[[Scheduler], object]]] = 
     "an order nobody knows": (ConfigError, lambda s: s.set_limits(order="lottery")),
     "agreed in words": (HostError, lambda s: s.schedule("agreed")),  # type: ignore[arg-type]
     "agreed to admit less than none": (HostError, lambda s: s.schedule(Agreed(admit=-1))),
+    "agreed on less than no prefill": (HostError, lambda s: s.schedule(Agreed(prefill_tokens=-1))),
     "agreed on less than no pages": (HostError, lambda s: s.schedule(Agreed(free_pages=-1))),
 }
 

@@ -45,7 +45,7 @@ def continue_chunk(step: Step, live: Live) -> bool:
     if row in step.planned:
         return True
     start = int(residents.ctx[row])
-    length = chunk_length(live.target - start, step.budget, config.chunk_tokens,
+    length = chunk_length(live.target - start, step.prefill_budget, config.chunk_tokens,
                           config.long_prefill_tokens, alone=alone(core, live, step))
     if length <= 0:
         core.blame(live, WaitReason.STEP_TOKENS)
@@ -82,6 +82,8 @@ def emit_chunk(step: Step, live: Live, start: int, length: int, *, admitted: boo
     step.prefill.append(PrefillRow(live, chunk, admitted))
     step.planned.add(row)
     step.budget -= length
+    if step.prefill_left is not None:
+        step.prefill_left -= length
     core.residents.ctx[row] = end
     core.ledger.spend(live.id, length)
     step.undo.set(live, "last_grant", step.number)

@@ -161,6 +161,8 @@ def _budget_left(step: Step, victims: list[Live]) -> int:
     most = np.where(residents.block[rows] > 0, residents.block[rows], 1 + config.lookahead_tokens)
     decodes = 0 if prefill_first(step) else int(np.minimum(most, residents.total[rows] - residents.ctx[rows]).sum())
     left = config.max_step_tokens - decodes
+    if step.prefill_left is not None:
+        left = min(left, step.prefill_left)
     for live in partials(core):
         if live.row not in out:
             left -= chunk_length(remaining(core, live), max(left, 0), config.chunk_tokens, config.long_prefill_tokens, alone=False)

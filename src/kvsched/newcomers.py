@@ -55,7 +55,7 @@ class Admission:
                 continue
             if most is not None and len(step.admitted) >= most:
                 break
-            if step.budget <= 0 or (self.head is not None and core.residents.count >= core.config.max_running):
+            if step.prefill_budget <= 0 or (self.head is not None and core.residents.count >= core.config.max_running):
                 break
             if self.head is not None and self._behind_head_closed():
                 self.closed = True
@@ -157,7 +157,7 @@ class Admission:
             reason = self._short(live, need) if beside else self._no(live, WaitReason.HEAD_OF_LINE)
             self._let_go(handle, need)
             return reason
-        length = chunk_length(live.target - matched, step.budget, config.chunk_tokens, config.long_prefill_tokens,
+        length = chunk_length(live.target - matched, step.prefill_budget, config.chunk_tokens, config.long_prefill_tokens,
                               alone=alone(core, live, step))
         partial = self.places is not None and self.places <= 0 and length < live.target - matched  # the hit shrank
         if length <= 0 or partial:
@@ -171,7 +171,7 @@ class Admission:
         core, step, config = self.core, self.step, self.core.config
         if self.places is not None and self.places <= 0:
             rest = live.target - matched
-            length = chunk_length(rest, step.budget, config.chunk_tokens, config.long_prefill_tokens,
+            length = chunk_length(rest, step.prefill_budget, config.chunk_tokens, config.long_prefill_tokens,
                                   alone=alone(core, live, step))
             if length < rest:
                 return WaitReason.PARTIAL_PREFILL_LIMIT
@@ -316,7 +316,7 @@ def record_pass(admission: Admission) -> None:
     core, step, config = admission.core, admission.step, admission.core.config
     leaders = tuple(core.prefilling.values()) if config.hold_shared_prefill or core.parents else ()
     step.undo.set(core, "last_pass", Pass(
-        core.passes, False, admission.head, admission.closed, step.budget, admission.funds.fundable(), core.available(),
+        core.passes, False, admission.head, admission.closed, step.prefill_budget, admission.funds.fundable(), core.available(),
         admission.beside, admission.places, frozenset(name for name in admission.adapters if name is not None),
         core.residents.count >= config.max_running, step.retracted_for_memory, step.admit_left, leaders,
     ))

@@ -228,12 +228,14 @@ class Agreed:
     """What the ranks agreed for one step (law E2). One rank passes None.
 
     free_pages: the group's minimum of free + evictable pages at publication; allocations of the step are charged to it.
-    admit: new requests that every rank can admit. aborts: ids to abort in this step on every rank.
+    admit: newcomers, resuming ones included, that every rank can admit. prefill_tokens: tokens of prefill in this step over all
+    requests; 0 leaves the decodes alone. aborts: ids to abort in this step on every rank.
     now: the group's time, for policies that need one. A malformed field raises `InvalidRequest` when the record is made.
     """
 
     free_pages: int | None = attrs.field(default=None, converter=plain, validator=_count)
     admit: int | None = attrs.field(default=None, converter=plain, validator=_count)
+    prefill_tokens: int | None = attrs.field(default=None, converter=plain, validator=_count)
     aborts: tuple[str, ...] = attrs.field(default=(), validator=_ids)
     now: float | None = attrs.field(default=None, validator=_time)
 

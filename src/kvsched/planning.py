@@ -22,12 +22,14 @@ NO_DELTAS = Deltas(NO_INTS, NO_INTS, NO_PAGES)
 def make_plan(core: Core, agreed: Agreed | None) -> Plan:
     """One step: decide, record what is needed to undo it, and return the plan."""
     undo = Undo(core.ratio.value, core.step, core.last_decode_step, core.skips, postponed=core.postponed)
-    step = Step(core, core.step + 1, core.config.max_step_tokens, undo, None if agreed is None else agreed.admit)
+    step = Step(core, core.step + 1, core.config.max_step_tokens, undo)
     core.passes += 1
     core.attempts += 1
-    if agreed is not None and agreed.free_pages is not None:
-        core.floor_from = core.available()
-        core.floor = agreed.free_pages
+    if agreed is not None:
+        step.admit_left, step.prefill_left = agreed.admit, agreed.prefill_tokens
+        if agreed.free_pages is not None:
+            core.floor_from = core.available()
+            core.floor = agreed.free_pages
     core.undo = undo
     undo.explained = core.explained
     core.evicted = 0

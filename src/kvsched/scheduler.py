@@ -276,8 +276,8 @@ class Scheduler:
     def schedule(self, agreed: Agreed | None = None) -> Plan:
         """Decide the next step. Reads no clock and draws no random number: the same calls give the same plans.
 
-        agreed: what the ranks agreed for this step, None for one rank; `Agreed(admit=0)` admits nobody. Raises `TooManyInFlight` when `max_in_flight`
-        plans wait for their end. Cost: per page crossed, chunk and admission; O(1) numpy calls for steady decodes.
+        agreed: what the ranks agreed for this step, None for one rank; `Agreed(admit=0)` admits nobody, `Agreed(prefill_tokens=0)`
+        leaves the decodes alone. Raises `TooManyInFlight` when `max_in_flight` plans wait for their end. Cost: per page crossed, chunk and admission; O(1) numpy calls for steady decodes.
         """
         core = self._core
         if len(core.in_flight) >= core.config.max_in_flight:

@@ -14,8 +14,8 @@ from kvsched.units import NO_INTS, Ints, Pages
 class Step:
     """A plan in the making.
 
-    number: of the step. budget: tokens left in it. admit_left: newcomers that the ranks still agreed on, None for any
-    number. decode_*, ending: the decode rows, where they start, how wide they are (None: one slot each), which are
+    number: of the step. budget: tokens left in it. prefill_left, admit_left: tokens of prefill and newcomers that the ranks
+    still agreed on, None for any number. decode_*, ending: the decode rows, where they start, how wide they are (None: one slot each), which are
     blocks, and which reach their last slot. prefill, planned: prefill rows, and their table rows. retracted, displaced:
     ids whose pages were taken, and whether for a better priority. turns: whether decodes take turns. delta_*: block-table entries written, in order.
     fresh: residents whose prefill ends here; they decode from the next step on. admitted: who came in.
@@ -26,15 +26,16 @@ class Step:
     __slots__ = (
         "admit_left", "admitted", "budget", "core", "decode_blocks", "decode_rows", "decode_starts", "decode_widths",
         "delta_columns", "delta_pages", "delta_rows", "displaced", "ending", "fresh", "number", "planned", "prefill",
-        "retracted", "turns", "undo",
+        "prefill_left", "retracted", "turns", "undo",
     )
 
-    def __init__(self, core: Core, number: int, budget: int, undo: Undo, admit_left: int | None = None) -> None:
+    def __init__(self, core: Core, number: int, budget: int, undo: Undo) -> None:
         self.core = core
         self.number = number
         self.budget = budget
         self.undo = undo
-        self.admit_left = admit_left
+        self.admit_left: int | None = None
+        self.prefill_left: int | None = None
         self.decode_rows = self.decode_starts = self.ending = NO_INTS
         self.decode_widths: Ints | None = None
         self.decode_blocks: npt.NDArray[np.bool_] | None = None
@@ -48,6 +49,11 @@ class Step:
         self.delta_pages: list[Pages] = []
         self.fresh: list[int] = []
         self.admitted: list[Live] = []
+
+    @property
+    def prefill_budget(self) -> int:
+        """Tokens left for prefill."""
+        return self.budget if self.prefill_left is None else min(self.budget, self.prefill_left)
 
     def grow_each(self, rows: Ints) -> None:
         """One more page for each of `rows`; the caller has checked that they are available. O(rows)."""

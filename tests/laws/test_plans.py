@@ -460,6 +460,37 @@ def test_an_agreed_count_bounds_who_starts() -> None:
     assert why(sched, "C") == ("rank_agreement", 1)
 
 
+def test_agreed_prefill_tokens_bound_chunks_and_newcomers_alike() -> None:
+    """D decodes, A is between two chunks, B and C are new: 10 tokens are 4 of A and 6 of B, and 0 leave the decode alone."""
+    sched = make(200, chunk_tokens=8)
+    submit(sched, ask("D", 5, 20))
+    step(sched)
+    submit(sched, ask("A", 12, 1))
+    step(sched)
+    submit(sched, ask("B", 20, 1), ask("C", 5, 1))
+    plan = sched.schedule(Agreed(prefill_tokens=10))
+    assert (plan.decode_ids, chunks(plan)) == (("D",), [("A", 8, 4), ("B", 0, 6)])
+    assert why(sched, "C") == ("step_tokens", None)
+    sched.rollback(plan)
+    plan = sched.schedule(Agreed(prefill_tokens=0))
+    assert (plan.ids, chunks(plan)) == (("D",), [])
+    assert {why(sched, key) for key in "ABC"} == {("step_tokens", None)}
+    sched.rollback(plan)
+    sched.abort("D")
+    plan = sched.schedule(Agreed(prefill_tokens=0))
+    assert (len(plan), plan.status) == (0, Status.BLOCKED)
+    sched.commit(plan, StepResult(tokens=[]))
+    drain(sched, 10)
+
+
+def test_nobody_is_displaced_for_prefill_that_the_ranks_do_not_allow() -> None:
+    sched = make(200, max_running=1, preempt_priority=True)
+    submit(sched, ask("V", 5, 20, priority=1))
+    step(sched)
+    submit(sched, ask("H", 5, 20))
+    assert sched.schedule(Agreed(prefill_tokens=0)).retracted == ()
+
+
 def test_agreed_aborts_come_before_the_step() -> None:
     sched = make(100)
     submit(sched, ask("A", 5, 9), ask("B", 5, 9))

@@ -162,7 +162,7 @@ def random_call(rng: Random, host: CheckedHost, texts: list[list[int]], odd: flo
     bits, other = (rng.getrandbits(8) & rng.getrandbits(8) if rng.random() < 0.12 * odd else 0 for _ in range(2))
     arguments: dict[str, Callable[[], dict[str, Any]]] = {
         "schedule": lambda: {} if rng.random() > 0.2 * odd else rng.choice([{"admit": rng.randint(0, 2)}, {"aborts": (some,)},
-                                       {"free_pages": rng.randint(0, host.pool.usable)}]),
+                                       {"free_pages": rng.randint(0, host.pool.usable)}, {"prefill_tokens": rng.choice([0, 1, 4])}]),
         "commit": lambda: {"failed": bits, "finished": other},
         "abort": lambda: {"name": rng.choice([some, some.split("/", maxsplit=1)[0]])},
         "pause": lambda: {"mode": rng.choice(["retract", "hold"])},

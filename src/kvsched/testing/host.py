@@ -148,14 +148,15 @@ class CheckedHost:
             self.executor.end(name)
         self._touched()
 
-    def schedule(self, admit: int | None = None, aborts: tuple[str, ...] = (), free_pages: int | None = None) -> None:
+    def schedule(self, admit: int | None = None, aborts: tuple[str, ...] = (), free_pages: int | None = None,
+                 prefill_tokens: int | None = None) -> None:
         """Make a plan, unless as many as allowed are in flight. The arguments are what the ranks agreed on."""
         if len(self.in_flight) >= self.model.config.max_in_flight:
             return
         before, again, hits, pages = self.state, self._again, servable(self.model, self.cache), self._pages()
         agreed = None
-        if admit is not None or aborts or free_pages is not None:
-            agreed = Agreed(admit=admit, aborts=aborts, free_pages=free_pages)
+        if aborts or (admit, free_pages, prefill_tokens) != (None, None, None):
+            agreed = Agreed(admit=admit, aborts=aborts, free_pages=free_pages, prefill_tokens=prefill_tokens)
         plan = self.scheduler.schedule(agreed)
         self.in_flight.append(_InFlight(plan))
         for name in aborts:
@@ -169,7 +170,8 @@ class CheckedHost:
         self.digests.append(plan.digest)
         self.executor.receive(plan, self.scheduler.block_table)
         self.state = self.scheduler.snapshot()
-        self.model.scheduled(plan, Scene(before, self.state, pages, not isinstance(self.cache, NullCache), admit, free_pages))
+        caching = not isinstance(self.cache, NullCache)
+        self.model.scheduled(plan, Scene(before, self.state, pages, caching, admit, free_pages, prefill_tokens))
         check_hits(plan, hits)
         self.verify()
         if again is not None and agreed is None:

@@ -67,10 +67,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.do("submit", **fields)
 
     @precondition(lambda self: len(self._host.in_flight) < self._host.model.config.max_in_flight)
-    @rule(admit=st.sampled_from([None] * 9 + [0, 1]), free_pages=st.sampled_from([None] * 9 + [0, 3]))
-    def schedule(self, admit: int | None, free_pages: int | None) -> None:
+    @rule(admit=st.sampled_from([None] * 9 + [0, 1]), free_pages=st.sampled_from([None] * 9 + [0, 3]),
+          prefill_tokens=st.sampled_from([None] * 9 + [0, 2]))
+    def schedule(self, admit: int | None, free_pages: int | None, prefill_tokens: int | None) -> None:
         """A plan."""
-        self.do("schedule", admit=admit, free_pages=free_pages)
+        self.do("schedule", admit=admit, free_pages=free_pages, prefill_tokens=prefill_tokens)
 
     @precondition(lambda self: self._host.in_flight)
     @rule()

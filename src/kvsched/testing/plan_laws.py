@@ -29,11 +29,12 @@ class Scene:
     caching: bool
     admit: int | None = None
     free_pages: int | None = None
+    prefill_tokens: int | None = None
 
     @property
     def agreed(self) -> bool:
         """Whether the ranks' agreement may have held something back."""
-        return self.admit is not None or self.free_pages is not None
+        return (self.admit, self.free_pages, self.prefill_tokens) != (None, None, None)
 
     @property
     def reasons(self) -> dict[str, str | None]:
@@ -117,6 +118,8 @@ def check_limits(books: Books, plan: Plan, scene: Scene) -> None:
     config = books.config
     law("max_step_tokens", plan.tokens <= config.max_step_tokens, plan.tokens, config.max_step_tokens)
     lengths = [chunk.length for chunk in plan.prefill]
+    law("E2 no more prefill than the ranks agreed on", scene.prefill_tokens is None or sum(lengths) <= scene.prefill_tokens,
+        lengths, scene.prefill_tokens)
     law("every prefill has 1 <= length", all(n >= 1 for n in lengths), lengths)
     if config.chunk_tokens is not None:
         law("chunk_tokens", all(n <= config.chunk_tokens for n in lengths), lengths)
