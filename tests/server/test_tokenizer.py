@@ -159,7 +159,7 @@ CONVERSATION = [{"role": "system", "content": "Be  brief."}, {"role": "user", "c
                 {"role": "user", "content": "And <b>“1½”</b>?"}]
 
 TEMPLATES = [
-    "{% for m in messages %}\n  {{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}\n{% if add_generation_prompt %}\nA:\n{% endif %}",
+    "{% for m in messages %}\n  {{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}\n  {% if add_generation_prompt %}\nA:\n  {% endif %}",
     "{%- for m in messages -%}{% if m.role == 'assistant' %}{% continue %}{% endif %}{{ m | tojson }}{% if loop.index > 2 %}{% break %}{% endif %}{%- endfor -%}",
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + m.content | length %}{% endfor %}{{ ns.n }} {{ bos_token }}",
     "{{ messages | tojson(indent=2, sort_keys=true) }}{{ messages[-1].content.upper().split(' ')[0] }}",
@@ -216,10 +216,10 @@ def test_whatever_messages_say_the_prompt_is_the_template_around_their_bytes(con
 
 def test_special_tokens_inside_others_are_text_too() -> None:
     backend = Backend.from_str(BYTES._backend.to_str())
-    backend.add_special_tokens([AddedToken("x<|end|>", normalized=False), AddedToken("<|", normalized=False), AddedToken("%", normalized=False)])
-    tokenizer = Tokenizer(backend, template="{{ messages[0].content }}%")
-    for content in ("x<|end|>", "<|end|>%", "100%", "<|<|end|>|>"):
-        assert tokenizer.chat([{"role": "user", "content": content}]) == [*content.encode(), tokenizer.special["%"]]
+    backend.add_special_tokens([AddedToken("x<|end|>", normalized=False), AddedToken("<|", normalized=False), AddedToken("€", normalized=False)])
+    tokenizer = Tokenizer(backend, template="{{ messages[0].content }}<|end|>€")
+    for content in ("x<|end|>", "<|end|>€", "100€", "<|<|end|>|>"):
+        assert tokenizer.chat([{"role": "user", "content": content}]) == [*content.encode(), 256, tokenizer.special["€"]]
 
 
 def test_messages_full_of_noncharacters_are_refused() -> None:
