@@ -21,6 +21,7 @@ import attrs
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
 """How long a test waits for what must come: generous, since nothing is asserted about time."""
+COMMAND = (sys.executable, "-W", "default", "-m", "reference_server")
 VARIABLES = ("HOST", "PORT", "MODEL", "PAGE_SIZE", "POOL_TOKENS")
 """What the command reads from the environment."""
 READY = "  try "
@@ -49,6 +50,12 @@ class Launched:
         found = re.search(r"^Listening on http://(\S+) ", self.stdout, re.MULTILINE)
         assert found is not None, self.stdout + self.stderr
         return found[1]
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port for a socket."""
+        host, _, port = self.address.rpartition(":")
+        return host, int(port)
 
     @property
     def base_url(self) -> str:
@@ -108,7 +115,7 @@ def launched(*flags: str, until: str = READY, **environment: str) -> Iterator[La
     """A server with those flags and variables, once it has printed certain words; killed at the end if it still runs."""
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
         server = subprocess.Popen(
-            [sys.executable, "-W", "default", "-m", "reference_server", *flags], env=surroundings(**environment), cwd=ROOT, stdout=out, stderr=err,
+            [*COMMAND, *flags], env=surroundings(**environment), cwd=ROOT, stdout=out, stderr=err,
         )
         try:
             found = Launched(server, out, err)

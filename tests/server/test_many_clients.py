@@ -7,7 +7,9 @@ that has nothing else to do, no prefix cache and one plan in flight; seeds make 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ import openai
 import pytest
 from launched import PATIENCE_S, Launched, launched
 from openai import AsyncOpenAI, OpenAI
+from running import running, until
 
 SOAK_S = 120.0
 """How long the clients of the soak run keep coming."""
@@ -278,6 +281,29 @@ def test_a_small_crowd() -> None:
     assert tally.fates["stay"] >= 20
     assert tally.fates.total() == 100
     assert after["vitals"]["totals"]["cached_tokens"] > 0
+
+
+def test_no_task_is_left_of_whoever_left() -> None:
+    """A client leaves in the middle of its body, before the answer, at its head, and in the middle of it; with one prompt and several."""
+    with running() as server:
+        loop = server.server.servers[0].get_loop()
+
+        def tasks() -> int:
+            return len(asyncio.all_tasks(loop))
+
+        until(lambda: server.server.started)
+        before = tasks()
+        for fields in ({"stream": True}, {"stream": False}, {"stream": True, "n": 3, "prompt": ["a", "b"]}):
+            raw = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2000, "ignore_eos": True, **fields}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+            for sent, least in ((head + raw[:9], 0), (head + raw, 0), *([(head + raw, 1), (head + raw, 20)] if fields["stream"] else ())):
+                with socket.create_connection(("127.0.0.1", server.port)) as link:
+                    link.sendall(sent)
+                    until(lambda: tasks() > before)
+                    for _ in range(least):
+                        assert link.recv(400)
+                until(lambda: tasks() == before)
+        server.settled()
 
 
 @pytest.mark.soak
