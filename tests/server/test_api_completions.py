@@ -177,6 +177,13 @@ def test_a_stop_string_ends_the_text_before_it(server: Running, client: OpenAI) 
     assert server.engine.vitals.ended["stop"] >= 4
 
 
+def test_what_looked_like_the_beginning_of_a_stop_is_text_after_all(client: OpenAI) -> None:
+    text = greedy(client).choices[0].text
+    stop = text[-3:] + "and more"
+    assert greedy(client, stop=stop).choices[0].text == text
+    assert "".join(event.choices[0].text for event in greedy(client, stop=stop, stream=True)) == text
+
+
 def test_one_sample_stops_and_the_others_go_on(client: OpenAI) -> None:
     options: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 32, "n": 4, "seed": 3, "extra_body": {"ignore_eos": True}}
     plain = client.completions.create(**options)

@@ -133,6 +133,8 @@ def test_the_numbers_move_while_requests_run_and_wait(page: Page, server: Runnin
         assert page.text("waiting-count") == "2 requests"
         assert page.all("#waiting .what") == ["all running places are taken", "waits behind the first in line"]
         assert all("of 2,000 tokens" in text or "prompt" in text for text in page.all("#running li"))
+        names = [f"chat {key.removeprefix('chatcmpl-')[:8]}" for key in server.state.live]
+        assert page.all("#running code") + page.all("#waiting code") == names
         first = page.browser.find_element(By.CSS_SELECTOR, "#running .track")
         seen = int(first.get_attribute("aria-valuenow") or 0)
         until(lambda: int(first.get_attribute("aria-valuenow") or 0) > seen)
