@@ -67,7 +67,9 @@ class SchedulerConfig:
     max_step_tokens: tokens computed in one step over all requests.
     chunk_tokens: tokens of one request's prefill in one step; None: bounded by the step alone.
     long_prefill_tokens: the same, but only while another request wants prefill.
-    max_partial_prefills: residents that may be between two chunks at once; None: any number.
+    max_partial_prefills: residents that may be between two chunks at once; None: any number; 0: every prefill is computed
+        whole, in one step, so the step must hold the longest request there can be, and one for which it has too few tokens
+        left stops the pass for those behind it.
     decode_every: decodes go first at least once in this many steps while prefill is pending; in the steps between, prefill goes first.
     prefill_grant: a pending prefill gets a chunk at least once in this many steps; None: decodes always go first.
     context_limit: prompt + new tokens of one request; None: bounded by the pool alone.
@@ -95,7 +97,7 @@ class SchedulerConfig:
     max_step_tokens: int = attrs.field(default=8192, validator=_integer(1))
     chunk_tokens: int | None = attrs.field(default=None, validator=_integer(1, none=True))
     long_prefill_tokens: int | None = attrs.field(default=None, validator=_integer(1, none=True))
-    max_partial_prefills: int | None = attrs.field(default=None, validator=_integer(1, none=True))
+    max_partial_prefills: int | None = attrs.field(default=None, validator=_integer(0, none=True))
     decode_every: int = attrs.field(default=1, validator=_integer(1))
     prefill_grant: int | None = attrs.field(default=None, validator=_integer(1, none=True))
     context_limit: int | None = attrs.field(default=None, validator=_integer(1, none=True))
@@ -124,10 +126,21 @@ class SchedulerConfig:
     def __attrs_post_init__(self) -> None:
         if self.max_in_flight > 2:
             raise ConfigError(f"max_in_flight must be 1 or 2, not {self.max_in_flight}")
+        if self.max_partial_prefills == 0:
+            self._check_whole()
         if 1 + self.lookahead_tokens > self.max_step_tokens:
             raise ConfigError(
                 f"max_step_tokens must be at least 1 + lookahead_tokens = {1 + self.lookahead_tokens}, not {self.max_step_tokens}"
             )
+
+    def _check_whole(self) -> None:
+        """Prefills are computed whole: nothing may cut one, and a step must hold any of them, a resuming one included."""
+        for key in ("chunk_tokens", "long_prefill_tokens"):
+            if getattr(self, key) is not None:
+                raise ConfigError(f"{key} must be None where max_partial_prefills is 0, not {getattr(self, key)}")
+        if self.context_limit is None or self.context_limit > self.max_step_tokens:
+            raise ConfigError(f"context_limit must be at most max_step_tokens = {self.max_step_tokens} where max_partial_prefills is 0, "
+                              f"not {self.context_limit}")
 
 
 SETTABLE = ("max_running", "max_step_tokens", "chunk_tokens", "max_queued_requests", "max_queued_tokens", "head", "order")

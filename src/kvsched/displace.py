@@ -147,6 +147,8 @@ def _starts_with(step: Step, live: Live, matched: int, victims: list[Live], star
         length = chunk_length(rest, max(left, 0), config.chunk_tokens, config.long_prefill_tokens, alone=False)
         left -= length
         if places is not None and length < rest:
+            if config.max_partial_prefills == 0:
+                return 0
             if places <= 0:
                 return None
             places -= 1

@@ -40,6 +40,7 @@ def _work_out(core: Core) -> dict[str, Reason]:
     last = core.last_pass
     found: dict[str, Reason] = {}
     head: Live | None = None
+    stopped = False  # by one for whose whole prefill the step had too few tokens left
     for live in core.queue.candidates(arranger(core)):
         if last is None or last.number != core.passes or live.submitted_pass >= core.passes:
             found[live.id] = (None, None)
@@ -51,6 +52,9 @@ def _work_out(core: Core) -> dict[str, Reason]:
             vague = live.reason is WaitReason.COMMITMENT and live.short_by is None
             found[live.id] = _memory(core, last, live) if vague else (live.reason, live.short_by)
             head = head or (live if live.reason in HEAD_REASONS else None)
+            stopped = stopped or live.reason is WaitReason.STEP_TOKENS
+        elif stopped:
+            found[live.id] = (WaitReason.HEAD_OF_LINE, None)
         else:
             found[live.id] = reason = _untried(core, last, live, head)
             head = head or (live if reason[0] in HEAD_REASONS else None)

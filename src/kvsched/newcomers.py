@@ -43,7 +43,7 @@ class Admission:
         self.closed = False
         self.barrier = False  # somebody who was overtaken for the adapter limit before is still waiting
         limit = core.config.max_partial_prefills
-        self.places = None if limit is None else limit - len(partials(core))
+        self.places = limit - len(partials(core)) if limit else None
         limited = core.config.max_adapters is not None
         self.adapters = {live.request.adapter for live in core.running.values()} - {None} if limited else set()
 
@@ -76,6 +76,8 @@ class Admission:
                     self.closed = True
                     break
                 self._measure_room()
+            elif reason is WaitReason.STEP_TOKENS:
+                break  # it goes before those behind it as soon as the step has room for it
         if self.head_handle is not None and core.cache is not None:
             core.cache.unlock(self.head_handle, used=False)
 
@@ -159,8 +161,9 @@ class Admission:
             return reason
         length = chunk_length(live.target - matched, step.prefill_budget, config.chunk_tokens, config.long_prefill_tokens,
                               alone=alone(core, live, step))
-        partial = self.places is not None and self.places <= 0 and length < live.target - matched  # the hit shrank
-        if length <= 0 or partial:
+        cut = length < live.target - matched
+        partial = cut and self.places is not None and self.places <= 0  # the hit shrank
+        if length <= 0 or partial or (cut and config.max_partial_prefills == 0):
             if handle is not None and core.cache is not None:
                 core.cache.unlock(handle, used=False)
             return self._no(live, WaitReason.PARTIAL_PREFILL_LIMIT if partial else WaitReason.STEP_TOKENS)

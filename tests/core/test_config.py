@@ -13,9 +13,9 @@ from kvsched.config import SETTABLE
 from kvsched.errors import ConfigError
 
 FROM_ONE = ("page_size", "max_running", "max_step_tokens", "decode_every", "clip_new_tokens", "max_in_flight", "stall_steps")
-FROM_ONE_OR_NONE = ("chunk_tokens", "long_prefill_tokens", "max_partial_prefills", "prefill_grant", "context_limit", "max_adapters")
+FROM_ONE_OR_NONE = ("chunk_tokens", "long_prefill_tokens", "prefill_grant", "context_limit", "max_adapters")
 FROM_ZERO = ("aging_tokens", "max_skips", "max_bypass", "lookahead_tokens")
-FROM_ZERO_OR_NONE = ("pin_limit_pages", "max_queued_requests", "max_queued_tokens", "max_inflight_prompt_tokens")
+FROM_ZERO_OR_NONE = ("max_partial_prefills", "pin_limit_pages", "max_queued_requests", "max_queued_tokens", "max_inflight_prompt_tokens")
 FLAGS = ("preempt_priority", "hold_shared_prefill", "exchange_pages")
 CHOICES = {
     "admission": ("guaranteed", "expected"), "ratio_start": ("minimum", "initial"), "head": ("strict", "backfill", "skip"),
@@ -42,7 +42,7 @@ def test_integers() -> None:
         for value in (-1, 1.5, True, "3", 2.0):
             refused(key, value)
         least = 0 if key in (*FROM_ZERO, *FROM_ZERO_OR_NONE) else 1
-        assert getattr(make(**{key: least}), key) == least
+        assert getattr(make(context_limit=64, **{key: least}) if key == "max_partial_prefills" else make(**{key: least}), key) == least
         if least:
             refused(key, 0)
         if key in (*FROM_ONE_OR_NONE, *FROM_ZERO_OR_NONE):
@@ -77,6 +77,21 @@ def test_what_must_fit_together() -> None:
     with pytest.raises(ConfigError, match="max_step_tokens must be at least 1 \\+ lookahead_tokens = 5, not 4"):
         make(max_step_tokens=4, lookahead_tokens=4)
     assert make(max_step_tokens=5, lookahead_tokens=4).max_step_tokens == 5
+
+
+@pytest.mark.parametrize(("fields", "named"), [
+    ({}, "context_limit must be at most max_step_tokens = 8192 where max_partial_prefills is 0, not None"),
+    ({"context_limit": 8193}, "context_limit must be at most max_step_tokens = 8192 where max_partial_prefills is 0, not 8193"),
+    ({"context_limit": 64, "chunk_tokens": 64}, "chunk_tokens must be None where max_partial_prefills is 0, not 64"),
+    ({"context_limit": 64, "long_prefill_tokens": 9}, "long_prefill_tokens must be None where max_partial_prefills is 0, not 9"),
+])
+def test_whole_prefills_need_a_step_that_holds_them(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make(max_partial_prefills=0, **fields)
+    sched = Scheduler(make(max_partial_prefills=0, context_limit=8192), PagePool(8, 16))
+    for limits in ({"max_step_tokens": 8191}, {"chunk_tokens": 100}):
+        with pytest.raises(ConfigError, match="max_partial_prefills is 0"):
+            sched.set_limits(**limits)
 
 
 def test_defaults_are_those_of_the_scenario_files() -> None:

@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from loop import ask, chunks, make, pages, step, submit, why
+from loop import ask, chunks, drain, make, pages, step, submit, why
 
 from kvsched import Scheduler, StepResult
 
@@ -193,6 +193,52 @@ def test_c4_a_prefill_that_would_end_needs_no_place() -> None:
     submit(sched, ask("A", 50, 1), ask("B", 21, 1), ask("C", 20, 1))
     assert chunks(step(sched)) == [("A", 0, 20), ("C", 0, 20)]
     assert why(sched, "B") == ("partial_prefill_limit", None)
+
+
+@pytest.mark.parametrize("head", ["strict", "skip", "backfill"])
+def test_c4_whole_prefills_wait_for_a_step_that_holds_them(head: str) -> None:
+    """64 tokens a step: two decodes leave 62, L needs 63, and S, which needs 8, waits behind it until one of the two has ended."""
+    sched = make(500, max_step_tokens=64, context_limit=64, max_partial_prefills=0, head=head)
+    submit(sched, ask("D", 4, 5), ask("E", 4, 3))
+    step(sched)
+    submit(sched, ask("L", 63, 1), ask("S", 8, 1))
+    for _ in range(2):
+        assert step(sched).ids == ("D", "E")
+        assert (why(sched, "L"), why(sched, "S")) == (("step_tokens", None), ("head_of_line", None))
+    plan = step(sched)
+    assert (plan.decode_ids, chunks(plan)) == (("D",), [("L", 0, 63)])
+    assert why(sched, "S") == ("step_tokens", None)
+    assert chunks(step(sched)) == [("S", 0, 8)]
+
+
+def test_c4_a_resuming_request_is_computed_whole_as_well() -> None:
+    """A was retracted after 5 tokens: 6 + 5 are computed again in one chunk, which a step of 12 holds beside one decode."""
+    sched = make(500, max_step_tokens=12, context_limit=12, max_partial_prefills=0)
+    submit(sched, ask("A", 6, 6))
+    step(sched, 5)
+    sched.pause("retract")
+    sched.resume()
+    assert chunks(step(sched)) == [("A", 0, 11)]
+
+
+def test_c4_a_due_grant_computes_a_whole_prefill_before_the_decodes() -> None:
+    sched = make(500, max_step_tokens=64, context_limit=64, max_partial_prefills=0, prefill_grant=2)
+    submit(sched, *(ask(f"D{index}", 4, 50) for index in range(10)))
+    step(sched)
+    submit(sched, ask("L", 63, 1))
+    assert [(plan.decodes, chunks(plan)) for plan in (step(sched), step(sched))] == [(10, []), (1, [("L", 0, 63)])]
+
+
+@pytest.mark.parametrize(("prompt", "gone"), [(63, ("V",)), (64, ())])
+def test_c4_nobody_is_displaced_for_a_whole_prefill_that_the_step_cannot_hold(prompt: int, gone: tuple[str, ...]) -> None:
+    """Without V the decode of D leaves 63 tokens."""
+    sched = make(500, max_step_tokens=64, context_limit=64, max_partial_prefills=0, max_running=2, preempt_priority=True)
+    submit(sched, ask("D", 4, 5), ask("V", 4, 9, priority=1))
+    step(sched)
+    submit(sched, ask("H", prompt, 0))
+    plan = step(sched)
+    assert (plan.retracted, plan.admitted) == (gone, ("H",) if gone else ())
+    drain(sched, 20)
 
 
 def test_c4_the_long_cap_is_off_when_alone() -> None:

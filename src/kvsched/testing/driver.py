@@ -78,8 +78,19 @@ def random_setup(rng: Random) -> Setup:
         "stall_steps": pick([5, 20, 100]),
         "exchange_pages": rng.random() < 0.7,
     }
+    if rng.random() < 0.1:  # every prefill whole, in one step, which must then hold the context
+        tokens = 1 + lookahead + pick([8, 20, 40])
+        settings |= {"max_partial_prefills": 0, "chunk_tokens": None, "long_prefill_tokens": None, "max_step_tokens": tokens,
+                     "context_limit": pick([tokens, tokens // 2])}
     return {"settings": settings, "pages": pages, "prefix_cache": rng.random() < 0.75,
             "eviction": pick(["lru", "lfu", "slru", "fifo", "priority"]), "seed": rng.randrange(1000)}
+
+
+def with_shared(setup: Setup, settings: Mapping[str, Any]) -> Setup:
+    """The setup with some keys given. Whole prefills, which bind several keys to each other, only where none is."""
+    if settings:
+        setup["settings"] |= {"max_partial_prefills": setup["settings"]["max_partial_prefills"] or None, **settings}
+    return setup
 
 
 def random_prompt(rng: Random, host: CheckedHost, texts: Sequence[list[int]]) -> list[int]:
@@ -258,8 +269,7 @@ def drive(seed: int, steps: int, *, calls_per_run: int = 60, parts: Parts | None
 def one_run(seed: int, calls_per_run: int, parts: Parts | None = None, settings: Mapping[str, Any] | None = None) -> CheckedHost:
     """One random run and its drain. Raises `RunFailed` when a law breaks."""
     rng = Random(seed)  # noqa: S311 - a test, not a secret
-    setup = random_setup(rng)
-    setup["settings"] |= settings or {}
+    setup = with_shared(random_setup(rng), settings or {})
     odd, most = rng.choice([0.0, 0.2, 1.0]), rng.choice([5, LIVE, LIVE, 25])
     calls: list[Call] = []
     texts: list[list[int]] = []

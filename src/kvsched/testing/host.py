@@ -310,9 +310,11 @@ class CheckedHost:
         self._touched()
 
     def limits(self, **values: Any) -> None:
-        """Change settable limits; a step must stay wide enough for every open block."""
-        widest = max([a.request.block_tokens or 0 for a in self.model.accounts.values()], default=0)
-        if values.get("max_step_tokens", widest) < widest:
+        """Change settable limits; a step must stay wide enough for every open block, and for whole prefills where they are whole."""
+        widest, whole = max([a.request.block_tokens or 0 for a in self.model.accounts.values()], default=0), False
+        if self.model.config.max_partial_prefills == 0:
+            widest, whole = max(widest, self.model.config.context_limit or 0), values.get("chunk_tokens") is not None
+        if whole or values.get("max_step_tokens", widest) < widest:
             self.refuses(ConfigError, lambda: self.scheduler.set_limits(**values))
             return
         self.scheduler.set_limits(**values)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvsched.config import HEADS, ORDERS
-from kvsched.testing.driver import LIVE, Setup, random_limits, random_setup, random_submit
+from kvsched.testing.driver import LIVE, Setup, random_limits, random_setup, random_submit, with_shared
 from kvsched.testing.host import CheckedHost, Parts
 from kvsched.testing.misuse import KINDS
 
@@ -176,8 +176,7 @@ def scheduler_machine(parts: Parts | None = None, **settings: Any) -> type[Sched
     class Machine(SchedulerMachine):
         @initialize(rng=SMALL)
         def build(self, rng: Random) -> None:
-            setup = random_setup(rng)
-            setup["settings"] |= fixed
+            setup = with_shared(random_setup(rng), fixed)
             self.make(setup)
 
     Machine.parts = Parts() if parts is None else parts

@@ -79,7 +79,9 @@ def _no_adapter_for(books: Books, account: Account) -> bool:
 
 def _no_partial_place(books: Books) -> bool:
     most = books.config.max_partial_prefills
-    return most is not None and sum(a.prefilling for a in books.order) >= most
+    if not most:  # with 0 every prefill is whole, and nobody steps aside
+        return False
+    return sum(a.prefilling for a in books.order) >= most
 
 
 def _rank(books: Books, account: Account) -> tuple[int, int]:
