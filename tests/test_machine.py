@@ -89,6 +89,16 @@ def test_a_plan_that_evicted_leaves_shorter_matches_when_it_is_rolled_back() -> 
     host.drain()
 
 
+def test_who_comes_first_by_priority_has_overtaken_nobody() -> None:
+    """One adapter, one token a step: B goes before A by its priority. C passes A later, in the first pass that steps over A."""
+    host = CheckedHost({"page_size": 2, "max_step_tokens": 1, "decode_every": 3, "order": "priority", "head": "skip", "max_adapters": 1,
+                        "admission": "guaranteed"}, 3, prefix_cache=False)
+    host.submit("A", [0, 3], 5, adapter="y")
+    host.submit("B", [2, 0, 1], 3, priority=-1, adapter="x")
+    host.submit("C", [1], 2, adapter="x", ignore_eos=True)
+    host.drain()
+
+
 # -- planted faults: each must be found --------------------------------------------------------------------------------
 
 

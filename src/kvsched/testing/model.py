@@ -99,9 +99,10 @@ class PlainModel(Books):
         plan_laws.check_bounds(self, plan, scene, decodable, parked)
         if scene.agreed:
             self._count_anew()
-        last = max([self.accounts[name].arrival for name in plan.admitted], default=-1)
-        self.overtaken = {name for name, reason in scene.reasons.items()
-                          if reason == "adapter_limit" and (self.accounts[name].arrival < last or name in self.overtaken)}
+        fresh = [queue_laws.rank(self, self.accounts[name]) for name in plan.admitted if not self.accounts[name].retractions]
+        last = max(fresh, default=None)
+        self.overtaken = {name for name, reason in scene.reasons.items() if reason == "adapter_limit"
+                          and (name in self.overtaken or (last is not None and queue_laws.rank(self, self.accounts[name]) < last))}
         self.evicted += plan.evicted
         if not self.accounts:
             self.moved = [self.step, self.step]

@@ -30,7 +30,7 @@ def check_overtaking(books: Books, account: Account, plan: Plan, scene: Scene) -
         if other.retractions:
             if books.config.head == "strict" and other.id not in late and other.id not in plan.retracted:
                 _resumes_first(books, account, other, reasons.get(other.id))
-        elif books.config.order in ("fcfs", "priority") and not account.retractions and _rank(books, other) < _rank(books, account):
+        elif books.config.order in ("fcfs", "priority") and not account.retractions and rank(books, other) < rank(books, account):
             _strict(books, account, other, reasons.get(other.id))
 
 
@@ -84,7 +84,8 @@ def _no_partial_place(books: Books) -> bool:
     return sum(a.prefilling for a in books.order) >= most
 
 
-def _rank(books: Books, account: Account) -> tuple[int, int]:
+def rank(books: Books, account: Account) -> tuple[int, int]:
+    """Who goes first under fcfs and priority among those that never started."""
     return (account.request.priority if books.config.order == "priority" else 0, account.arrival)
 
 
