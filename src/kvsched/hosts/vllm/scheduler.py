@@ -43,7 +43,7 @@ from kvsched.verdict import Refused
 log = init_logger("vllm.kvsched")
 NULL_BLOCKS = 1
 """vLLM's block 0 fills the unused part of its block tables and is nobody's."""
-NOBODY_NEW = Agreed(admit=0)
+NOBODY_NEW, NO_PREFILL = Agreed(admit=0), Agreed(prefill_tokens=0)
 
 
 class Flight(NamedTuple):
@@ -95,6 +95,7 @@ class KvschedScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not
         self.refused: list[tuple[int, EngineCoreOutput]] = []
         self.paused = PauseState.UNPAUSED
         self.flush_due = False
+        self.decoding = False  # whether the last plan leaves anybody to decode
         self.prefix_stats = PrefixCacheStats()
         mfu = log_stats and vllm_config.observability_config.enable_mfu_metrics
         self.perf = ModelMetrics(vllm_config) if mfu else None
@@ -166,9 +167,10 @@ class KvschedScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not
     # -- the step -------------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """One plan, as vLLM's workers take it. throttle_prefills: nobody new while anybody decodes."""
-        closed = self.paused == PauseState.PAUSED_NEW or (throttle_prefills and bool(self.running))
-        plan = self.core.schedule(NOBODY_NEW if closed else None)
+        """One plan, as vLLM's workers take it. throttle_prefills: no prefill while anybody decodes."""
+        agreed = NOBODY_NEW if self.paused == PauseState.PAUSED_NEW else NO_PREFILL if throttle_prefills and self.decoding else None
+        plan = self.core.schedule(agreed)
+        self.decoding = bool(plan.decodes) or any(chunk.last for chunk in plan.prefill)
         if plan.retracted or plan.admitted:
             self._moved(plan)
         ids = self.batches.ids(plan)

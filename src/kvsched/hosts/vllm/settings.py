@@ -49,6 +49,8 @@ ELSEWHERE = {
 ATTENTION = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """KV-cache layouts in which a page holds the same token positions of every layer, and no page is ever dropped early."""
 REFUSALS = ("length", "error")
+WHOLE_PROMPTS = 0
+"""max_partial_prefills that computes every prefill in one step, as vLLM does without chunked prefill."""
 
 
 def _mode(_: Any, __: Any, value: Any) -> None:
@@ -82,6 +84,8 @@ def settings(vllm_config: Any, kv_cache_config: Any, block_size: int, hash_block
         raise ConfigError(f"order is {order!r}, and vLLM was started with --scheduling-policy priority; state one of them")
     if order == "fair":
         raise ConfigError("order cannot be 'fair': vLLM's requests carry no tenant")
+    if not scheduling.enable_chunked_prefill and given.setdefault("max_partial_prefills", WHOLE_PROMPTS) != WHOLE_PROMPTS:
+        raise ConfigError(f"max_partial_prefills is {given['max_partial_prefills']}, and vLLM was started with --no-enable-chunked-prefill")
     lora = vllm_config.lora_config
     most = scheduling.max_num_active_seqs
     step = scheduling.max_num_scheduled_tokens
@@ -167,8 +171,8 @@ def unsupported(vllm_config: Any, kv_cache_config: Any, block_size: int, hash_bl
         yield "pipeline parallelism (--pipeline-parallel-size)"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism (--decode-context-parallel-size, --prefill-context-parallel-size)"
-    if not scheduling.enable_chunked_prefill:
-        yield "prefills in one piece (--no-enable-chunked-prefill)"
+    if not scheduling.enable_chunked_prefill and scheduling.long_prefill_token_threshold:
+        yield "a threshold for long prefills without chunks (--long-prefill-token-threshold with --no-enable-chunked-prefill)"
     if scheduling.long_prefill_token_threshold_adaptive:
         yield "adaptive thresholds (--long-prefill-token-threshold-adaptive)"
     if scheduling.watermark:
