@@ -51,9 +51,8 @@ class _View:
     def max_skips(self) -> int:
         return self.core.config.max_skips
 
-    @property
-    def service(self) -> dict[str, float]:
-        return self.core.service
+    def served(self, tenant: str) -> float:
+        return self.core.shares.served(tenant)
 
     def weight(self, tenant: str) -> float:
-        return self.core.rates.get(tenant, 1.0)
+        return self.core.shares.weight(tenant)

@@ -99,7 +99,5 @@ def emit_chunk(step: Step, live: Live, start: int, length: int, *, admitted: boo
 
 def charge(step: Step, tenant: str, tokens: int) -> None:
     """Count tokens served against a tenant's share."""
-    core = step.core
-    amount = tokens / core.rates.get(tenant, 1.0)
-    core.service[tenant] = core.service.get(tenant, 0.0) + amount
-    step.undo.service.append((tenant, amount))
+    step.core.shares.charge(tenant, tokens)
+    step.undo.charged.append((tenant, tokens))

@@ -329,7 +329,7 @@ def _charge_decodes(core: Core, record: InFlight) -> None:
     for row in record.decode_rows.tolist():
         live = core.residents.live[row]
         if live is not None and row not in record.dropped:
-            core.service[live.tenant] = core.service.get(live.tenant, 0.0) + 1 / core.rates.get(live.tenant, 1.0)
+            core.shares.charge(live.tenant, 1)
 
 
 def _fold_log(core: Core) -> None:

@@ -17,7 +17,7 @@ from kvsched.config import SchedulerConfig
 from kvsched.errors import InternalError
 from kvsched.inflight import Hold, InFlight, Pass, Release, Undo
 from kvsched.live import Live
-from kvsched.order import Order, Rank, Ranked
+from kvsched.order import Order, Rank, Ranked, Shares
 from kvsched.plan import Event
 from kvsched.protocols import EventSink, Handle, Pool, TreeCache
 from kvsched.queue import WaitingQueue
@@ -41,7 +41,7 @@ class Core:
         "floor", "floor_from", "growth", "growth_floor", "growths", "held_cached", "hold_rows", "holds", "in_flight", "known_promises", "last_decode_step", "last_pass", "ledger",
         "lives", "log", "order", "parents", "skips", "paused", "pins", "pool", "postponed", "prefilling", "private", "progress_step",
         "quarantined", "queue", "ratio", "reserve", "residents", "running", "sink", "step", "stops", "undo", "totals", "passes",
-        "inflight_tokens", "admissions", "service", "rates", "sharing", "shrunk", "tenants", "turn",
+        "inflight_tokens", "admissions", "shares", "sharing", "shrunk", "tenants", "turn",
     )
 
     def __init__(self, config: SchedulerConfig, pool: Pool, cache: TreeCache | None, sink: EventSink | None,
@@ -69,9 +69,8 @@ class Core:
         self.events: list[Event] = []
         self.totals = dict.fromkeys(TOTALS, 0)
         self.stops: dict[int, int] = {}  # stop token id -> residents that stop on it
-        self.service: dict[str, float] = {}
+        self.shares = Shares(config.fair_weights)
         self.tenants: Counter[str] = Counter()  # live requests per tenant
-        self.rates: dict[str, float] = {}
         self.growth: dict[tuple[int, bytes], int] = {}  # additions to the cache: (position, tokens of the page) -> count
         self.growths = 0
         self.growth_floor = 0

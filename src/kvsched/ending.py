@@ -20,7 +20,7 @@ def end(core: Core, live: Live, finish: Finish) -> Ended:
     core.tenants[live.tenant] -= 1
     if not core.tenants[live.tenant]:
         del core.tenants[live.tenant]
-        _forget_service(core)
+        core.shares.forget(core.tenants)
     if resident:
         core.collect(live)
         row = live.row
@@ -52,16 +52,6 @@ def end(core: Core, live: Live, finish: Finish) -> Ended:
     generated = len(live.generated)
     return Ended(live.id, finish, generated, computed, live.cached, held, live.retractions,
                  max(live.max_gap, 1 if generated > 1 else 0), waited)
-
-
-def _forget_service(core: Core) -> None:
-    """Forget what tenants without work were served, where it would be lifted to the least of the others anyway."""
-    if not core.tenants:
-        core.service.clear()
-    elif len(core.service) > 2 * len(core.tenants) + 64:
-        least = min(core.service.get(tenant, 0.0) for tenant in core.tenants)
-        for tenant in [name for name, served in core.service.items() if name not in core.tenants and served <= least]:
-            del core.service[tenant]
 
 
 def waited_steps(core: Core, live: Live) -> int:

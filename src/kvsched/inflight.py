@@ -46,12 +46,12 @@ class Undo:
     """What schedule() changed besides rows and pages, as it was before.
 
     cached: tokens counted as hits. attributes: (object, name, old value). lagged: rows whose gap began here. served:
-    (rows, step of their last turn). service: (tenant, amount charged). exchanged: block-table entries that this plan
+    (rows, step of their last turn). charged: (tenant, tokens). exchanged: block-table entries that this plan
     told the host. explained: reasons that had been worked out for the pass before. grants: (rows, pages appended to each). A plain class, like `kvsched.step.Step`.
     """
 
-    __slots__ = ("attributes", "cached", "exchanged", "explained", "grants", "lagged", "last_decode_step", "postponed", "ratio", "served",
-                 "service", "skips", "step")
+    __slots__ = ("attributes", "cached", "charged", "exchanged", "explained", "grants", "lagged", "last_decode_step", "postponed", "ratio", "served",
+                 "skips", "step")
 
     def __init__(self, ratio: float, step: int, last_decode_step: int, skips: list[tuple[Ints, WaitReason]], *,
                  postponed: bool) -> None:
@@ -65,7 +65,7 @@ class Undo:
         self.attributes: list[tuple[Any, str, Any]] = []
         self.lagged: list[Ints] = []
         self.served: list[tuple[Ints, Ints]] = []
-        self.service: list[tuple[str, float]] = []
+        self.charged: list[tuple[str, int]] = []
         self.exchanged: list[tuple[int, int, Pages]] = []
         self.grants: list[tuple[Ints, Ints]] = []
 

@@ -84,9 +84,8 @@ def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
         residents.lagging -= len(still)
     for rows, served in undo.served:
         residents.served[rows] = served
-    for tenant, amount in undo.service:
-        if tenant in core.service:
-            core.service[tenant] -= amount
+    for tenant, tokens in undo.charged:
+        core.shares.take_back(tenant, tokens)
     core.totals["cached_tokens"] -= undo.cached
     for live in core.queue:
         live.submitted_pass = min(live.submitted_pass, core.passes)

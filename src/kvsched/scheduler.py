@@ -120,7 +120,6 @@ class Scheduler:
             cache = None
         self._core = Core(config, pool, cache, sink, CommitmentLedger() if ledger is None else ledger)
         self._core.order = ORDERS[config.order]()
-        self._core.rates = dict(config.fair_weights)
         self._busy = False
         self._changing = False
         self._broken: BaseException | None = None

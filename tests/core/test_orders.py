@@ -10,7 +10,7 @@ import pytest
 from kvsched import Request
 from kvsched.config import ORDERS as NAMES
 from kvsched.live import Live
-from kvsched.order import ORDERS, Rank, Ranked
+from kvsched.order import ORDERS, Rank, Ranked, Shares
 
 
 @attrs.define
@@ -19,7 +19,7 @@ class Look:
 
     hits: dict[str, int] = attrs.field(factory=dict)
     passes: dict[str, int] = attrs.field(factory=dict)
-    service: dict[str, float] = attrs.field(factory=dict)
+    shares: dict[str, float] = attrs.field(factory=dict)
     weights: dict[str, float] = attrs.field(factory=dict)
     stale: dict[str, int] = attrs.field(factory=dict)
     aging_tokens: int = 0
@@ -35,6 +35,9 @@ class Look:
 
     def waited(self, live: Live) -> int:
         return self.passes.get(live.id, 0)
+
+    def served(self, tenant: str) -> float:
+        return self.shares.get(tenant, 0.0)
 
     def weight(self, tenant: str) -> float:
         return self.weights.get(tenant, 1.0)
@@ -112,6 +115,38 @@ def test_fair_takes_the_tenant_that_was_served_least_for_its_weight() -> None:
 
     waiting = queue(("1", 10, 1, by("a")), ("2", 10, 1, by("a")), ("3", 10, 1, by("b")), ("4", 10, 1, by("b")), ("5", 10, 1, by("c")))
     assert turn("fair", waiting) == "13524"
-    assert turn("fair", waiting, Look(service={"a": 100.0})) == "35412"
+    assert turn("fair", waiting, Look(shares={"a": 100.0})) == "35412"
     assert turn("fair", waiting, Look(weights={"a": 4.0})) == "13524"
-    assert turn("fair", waiting, Look(service={"b": 4.0, "c": 4.0}, weights={"a": 4.0})) == "12354"
+    assert turn("fair", waiting, Look(shares={"b": 4.0, "c": 4.0}, weights={"a": 4.0})) == "12354"
+
+
+def test_what_a_tenant_was_served_is_taken_back_exactly() -> None:
+    """48 tokens at a weight of 3 are 16, and in floats (16 + 1 / 3) - 1 / 3 is something else."""
+    shares = Shares({"a": 3.0})
+    shares.charge("a", 48)
+    before = shares.served("a")
+    assert before + 1 / 3 - 1 / 3 != before
+    shares.charge("a", 1)
+    shares.take_back("a", 1)
+    assert shares.served("a") == before == 16
+
+
+def test_a_tenant_that_had_no_work_cannot_save_up() -> None:
+    shares = Shares({"b": 2.0})
+    shares.charge("b", 11)
+    shares.charge("c", 9)
+    shares.lift("a", ["b", "c"])
+    assert shares.served("a") == 5.5
+    shares.charge("a", 2)
+    shares.lift("a", ["b", "c"])
+    assert shares.served("a") == 7.5
+    shares.lift("a", [])
+    assert shares.served("a") == 7.5
+    shares.take_back("a", 5)  # charged before it was lifted
+    assert shares.served("a") == 5.5
+    shares.forget(["b"])
+    assert shares.served("a") == 5.5  # few names: nobody is forgotten yet
+    shares.forget([])
+    assert [shares.served(tenant) for tenant in "abc"] == [0.0, 0.0, 0.0]
+    shares.take_back("a", 5)
+    assert shares.served("a") == 0.0

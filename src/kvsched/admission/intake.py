@@ -72,15 +72,8 @@ def admit_to_queue(core: Core, lives: list[Live]) -> None:
         if core.sink is not None:
             core.events.append(Event("queued", live.id, core.step))
         if core.config.order == "fair" and live.tenant not in core.tenants:
-            _lift(core, live.tenant)
+            core.shares.lift(live.tenant, core.tenants)
         core.tenants[live.tenant] += 1
-
-
-def _lift(core: Core, tenant: str) -> None:
-    """A tenant that had no work starts level with the least served of those who have, so that it cannot save up."""
-    if core.tenants:
-        least = min(core.service.get(other, 0.0) for other in core.tenants)
-        core.service[tenant] = max(core.service.get(tenant, 0.0), least)
 
 
 def as_accepted(request: Request, ids: tuple[str, ...], limit: int) -> Accepted:

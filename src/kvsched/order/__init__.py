@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from kvsched.order.orders import ORDERS, Order, Rank, Ranked, View
+from kvsched.order.shares import Shares
 
-__all__ = ["ORDERS", "Order", "Rank", "Ranked", "View"]
+__all__ = ["ORDERS", "Order", "Rank", "Ranked", "Shares", "View"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
 from kvsched.live import Live
@@ -49,9 +49,8 @@ class View(Protocol):
     def max_skips(self) -> int:
         """Admissions that may pass one request."""
 
-    @property
-    def service(self) -> Mapping[str, float]:
-        """Tokens served per tenant, divided by its weight."""
+    def served(self, tenant: str) -> float:
+        """Tokens that a tenant was served, divided by its weight."""
 
     def weight(self, tenant: str) -> float:
         """Share of a tenant."""
@@ -211,7 +210,7 @@ class Fair:
         lines: dict[str, list[Live]] = defaultdict(list)
         for live in waiting:
             lines[live.tenant].append(live)
-        heads = [(view.service.get(tenant, 0.0), line[0].arrival, tenant) for tenant, line in lines.items()]
+        heads = [(view.served(tenant), line[0].arrival, tenant) for tenant, line in lines.items()]
         heapq.heapify(heads)
         taken = dict.fromkeys(lines, 0)
         while heads:
