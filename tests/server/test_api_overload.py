@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -264,6 +265,29 @@ def test_what_runs_may_end_while_new_requests_are_told_to_go() -> None:
         server.thread.join(PATIENCE_S)
         assert not server.thread.is_alive()
     assert server.problems == []
+
+
+def test_a_body_that_is_half_sent_does_not_hold_up_the_end() -> None:
+    with running() as server, socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as link:
+        link.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{{".encode())
+        until(lambda: server.server.server_state.tasks)
+        server.stop()
+        answer = link.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"before the body was complete" in answer
+    assert server.problems == []
+
+
+def test_a_body_that_is_complete_too_late_is_told_to_go() -> None:
+    with running() as server, under_way(server, max_tokens=600) as busy:
+        busy.getresponse()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as link:
+            body = b'{"model": "tiny", "prompt": "a"}'
+            link.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            until(lambda: len(server.server.server_state.tasks) == 2)
+            server.server.drain()
+            link.sendall(body)
+            assert link.recv(65536).startswith(b"HTTP/1.1 503 ")
 
 
 def test_what_is_not_done_when_the_time_is_up_is_told_so() -> None:

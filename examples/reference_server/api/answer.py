@@ -56,32 +56,37 @@ async def answer(request: Request, kind: type[B], shape: Shape, *,
     """Serve a completion. tokens: the prompts of a body as token ids. limit: new tokens of each sample."""
     state: State = request.app.state.server
     started = time.monotonic()
-    served = state.admit()
-    body = parse(kind, await read(request, state.settings.max_body_bytes))
-    if body.model != served.name:
-        message = f"The model {body.model!r} does not exist; this server serves {served.name!r}."
-        raise ApiError(404, message, param="model", code="model_not_found")
-    prompts = await tokens(served, body)
-    key = request.state.request_id = f"{shape.prefix}-{request.state.request_id}"
-    live = Live(shape.kind, sum(map(len, prompts)), (body.n or 1) * len(prompts), bool(body.stream),
-                body.user or body.safety_identifier or "", started)
-    generation = Generation(state, served, key, live, prompts=prompts, limit=limit(body), options=body)
+    state.admit()
+    raw = await read(request, state.settings.max_body_bytes, state.closing)
+    served = state.admit()  # a body may have taken long to arrive
+    with state.arrival():
+        body = parse(kind, raw)
+        if body.model != served.name:
+            message = f"The model {body.model!r} does not exist; this server serves {served.name!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        prompts = await tokens(served, body)
+        key = request.state.request_id = f"{shape.prefix}-{request.state.request_id}"
+        live = Live(shape.kind, sum(map(len, prompts)), (body.n or 1) * len(prompts), bool(body.stream),
+                    body.user or body.safety_identifier or "", started)
+        generation = Generation(state, served, key, live, prompts=prompts, limit=limit(body), options=body)
+        await until_disconnect(request.receive, generation.begin())
     head = {"id": key, "created": int(time.time()), "model": served.name}
-    if not body.stream:
+    if body.stream:
+        return EventStream(generation, shape, head, usage=body.include_usage)
+    try:
         return JSONResponse(await until_disconnect(request.receive, _whole(generation, shape, head)))
-    await until_disconnect(request.receive, generation.__aenter__())
-    return EventStream(generation, shape, head, usage=body.include_usage)
+    finally:
+        generation.end()
 
 
 async def _whole(generation: Generation, shape: Shape, head: dict[str, Any]) -> dict[str, Any]:
-    async with generation:
-        texts: dict[int, list[str]] = {}
-        finishes: dict[int, str | None] = {}
-        async for delta in generation.deltas():
-            texts.setdefault(delta.choice, []).append(delta.text)
-            finishes[delta.choice] = delta.finish
-        choices = [shape.choice(index, "".join(texts[index]), finishes[index]) for index in sorted(texts)]
-        return {**head, "object": shape.whole, "choices": choices, "usage": generation.usage()}
+    texts: dict[int, list[str]] = {}
+    finishes: dict[int, str | None] = {}
+    async for delta in generation.deltas():
+        texts.setdefault(delta.choice, []).append(delta.text)
+        finishes[delta.choice] = delta.finish
+    choices = [shape.choice(index, "".join(texts[index]), finishes[index]) for index in sorted(texts)]
+    return {**head, "object": shape.whole, "choices": choices, "usage": generation.usage()}
 
 
 async def encoded(encode: Callable[[T], list[int]], text: T, *, param: str) -> list[int]:
@@ -115,7 +120,7 @@ class EventStream(Response):
         except ClientDisconnect:
             pass  # nobody is there to be told
         finally:
-            await self.generation.__aexit__(None, None, None)
+            self.generation.end()
 
     async def _run(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -26,8 +26,25 @@ the answer. Beyond it the connection is closed, and a client that is still sendi
 T = TypeVar("T")
 
 
-async def read(request: Request, limit: int) -> bytes:
-    """The whole body. Raises `ApiError` 413, 415 or 408, and `ClientDisconnect`. Never holds more than `limit` bytes and one read."""
+async def read(request: Request, limit: int, closing: asyncio.Event) -> bytes:
+    """The whole body. Raises `ApiError` 413, 415 or 408, and 503 when the server closes before it is there; `ClientDisconnect`.
+
+    Never holds more than `limit` bytes and one read.
+    """
+    body, end = asyncio.ensure_future(_read(request, limit)), asyncio.ensure_future(closing.wait())
+    try:
+        await asyncio.wait((body, end), return_when=asyncio.FIRST_COMPLETED)
+        if body.done():
+            return body.result()
+        raise ApiError(503, "The server has shut down before the body was complete.", code="draining", retry_after=1,
+                       headers={"connection": "close"})
+    finally:
+        for task in (body, end):
+            task.cancel()
+        await asyncio.gather(body, end, return_exceptions=True)
+
+
+async def _read(request: Request, limit: int) -> bytes:
     _check_type(request.headers)
     announced = request.headers.get("content-length")
     if announced is not None and int(announced) > limit:

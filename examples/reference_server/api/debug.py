@@ -5,6 +5,7 @@ Never the text or the tokens of anybody's prompt or answer.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -40,7 +41,7 @@ def overview(state: State) -> dict[str, Any]:
         "server": {
             "model": None if served is None else served.name, "uptime_s": round(now - state.started, 3),
             "settings": attrs.asdict(settings), "chat": served is not None and served.tokenizer.has_chat,
-            "context_limit": None if served is None else served.engine.context_limit,
+            "tasks": len(asyncio.all_tasks()), "context_limit": None if served is None else served.engine.context_limit,
         },
         "health": signals(state),
         "requests": {

@@ -10,8 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import attrs
 
@@ -53,7 +52,7 @@ class _Sample:
 
 
 class Generation:
-    """The engine's work for one HTTP request. Use it as an async context manager: whatever still runs at its end is aborted.
+    """The engine's work for one HTTP request: `begin`, `deltas`, and `end` in every case, which aborts what still runs.
 
     key: the id of the HTTP request, from which the ids in the engine are made. prompts: token ids of each prompt. limit:
     new tokens of each sample, None for as many as there is room. Choices are numbered prompt by prompt, sample by sample.
@@ -83,8 +82,8 @@ class Generation:
         self._streams: list[Stream] = []
         self._samples: list[_Sample] = []
 
-    async def __aenter__(self) -> Self:
-        """Submit every prompt. Raises `ApiError` when one is refused; then none of them runs."""
+    async def begin(self) -> None:
+        """Submit every prompt. Raises `ApiError` when one is refused, or the server is closing; then none of them runs."""
         try:
             answers = await asyncio.gather(*(self._submit(request) for request in self.requests))
         except BaseException:
@@ -94,15 +93,18 @@ class Generation:
         if problem is not None:
             self._abort(request for request, answer in zip(self.requests, answers, strict=True) if isinstance(answer, Stream))
             raise self.state.refused(problem) if isinstance(problem, Refused) else problem
+        if self.state.closing.is_set():
+            self._abort(self.requests)
+            raise ended_by_us()
         self._streams = [answer for answer in answers if isinstance(answer, Stream)]
         for stream in self._streams:
             self._samples += [_Sample(key, TextStream(self.served.tokenizer, self._stop)) for key in stream.ids]
         self.live.ids = tuple(sample.key for sample in self._samples)
         self.live.limit = self._streams[0].max_new_tokens
         self.state.live[self.key] = self.live
-        return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def end(self) -> None:
+        """Whatever happened: what still runs is aborted."""
         left = {at // self.n for at, sample in enumerate(self._samples) if sample.end is None}
         self._abort(self.requests[place] for place in sorted(left))
         self.state.left(self.key)
@@ -179,9 +181,14 @@ def _reason(end: Ended) -> str:
         case Finish.ERROR:
             raise ApiError(500, "The model failed while it computed this request.", code="model_error")
         case Finish.ABORT:
-            raise ApiError(503, "The request was ended by the server, which is shutting down.", code="aborted", retry_after=1)
+            raise ended_by_us()
         case finish:
             return REASONS[finish]
+
+
+def ended_by_us() -> ApiError:
+    """503 for a request that had begun, or was about to, when the server ended."""
+    return ApiError(503, "The request was ended by the server, which is shutting down.", code="aborted", retry_after=1)
 
 
 async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Piece]]:

@@ -85,6 +85,9 @@ class _FromVitals(Collector):
         yield CounterMetricFamily("kvsched_step_failures", "Steps in which the model failed for some request.", value=vitals.failures)
         yield CounterMetricFamily("kvsched_step_seconds", "Time in the forward pass.", value=vitals.model_s)
         yield CounterMetricFamily("kvsched_scheduler_seconds", "Time inside kvsched.", value=vitals.scheduler_s)
+        yield CounterMetricFamily("kvsched_decode_step_seconds", "Time in the forward pass of steps without prefill.", value=vitals.decode_model_s)
+        yield CounterMetricFamily("kvsched_decode_scheduler_seconds", "Time inside kvsched in those steps.", value=vitals.decode_scheduler_s)
+        yield CounterMetricFamily("kvsched_decode_wall_seconds", "Time from commit to commit of those steps.", value=vitals.decode_wall_s)
         yield _by("requests", "finish", "Requests that ended, each sample counted, by how.", vitals.ended)
         yield _by("refusals", "reason", "Requests that the scheduler refused, by why.", vitals.refused)
 

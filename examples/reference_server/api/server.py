@@ -61,12 +61,13 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Whether it is time to end."""
         until = self.state.drain_until
-        if until is not None and (not self.state.live or time.monotonic() >= until):
+        if until is not None and (not self.state.busy or time.monotonic() >= until):
             self.should_exit = True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what still runs, let its answers be written, and close."""
+        """End what still runs and what is half sent, let its answers be written, and close."""
+        self.state.closing.set()
         if self.state.served is not None:
             for live in self.state.live.values():
                 for key in live.ids:

@@ -5,9 +5,12 @@ What does not live here: anything that the scheduler knows.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import attrs
 
@@ -61,7 +64,9 @@ class State:
         self.started = time.monotonic()
         self.served: Served | None = None
         self.drain_until: float | None = None
+        self.closing = asyncio.Event()  # set when the drain is over
         self.live: dict[str, Live] = {}
+        self.arriving = 0  # requests whose body is here, and which are not in the engine yet
         self.metrics = Metrics(self._look)
         self._ends: deque[float] = deque(maxlen=RECENT)
 
@@ -89,6 +94,20 @@ class State:
             word = self.word
             raise ApiError(503, f"The server is not live: {word}.", code=word, retry_after=LOADING_RETRY_S)
         return self.served
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody has been promised an answer."""
+        return bool(self.live or self.arriving)
+
+    @contextmanager
+    def arrival(self) -> Iterator[None]:
+        """A request is on its way into the engine."""
+        self.arriving += 1
+        try:
+            yield
+        finally:
+            self.arriving -= 1
 
     def left(self, key: str) -> None:
         """A request that was under way has ended, in whichever way."""
