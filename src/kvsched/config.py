@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from kvsched.errors import ConfigError
+from kvsched.units import plain
 
 ORDERS = ("fcfs", "lpm", "dfs-weight", "lof", "priority", "sjf", "fair")
 HEADS = ("strict", "backfill", "skip")
@@ -58,7 +59,17 @@ def _weights(_: Any, attribute: Any, value: Any) -> None:
             raise ConfigError(f"{attribute.name}[{tenant!r}] must be a number above 0, not {weight!r}")
 
 
-@attrs.frozen(kw_only=True)
+def _plain_weights(value: Any) -> Any:
+    """A copy of the host's mapping, numpy scalars as Python ones."""
+    return {tenant: plain(weight) for tenant, weight in value.items()} if isinstance(value, Mapping) else value
+
+
+def _with_converters(_: type, fields: list[Any]) -> list[Any]:
+    """Every key takes numpy scalars; by a transformer, so that a type checker still sees each key's own type."""
+    return [field.evolve(converter=field.converter or plain) for field in fields]
+
+
+@attrs.frozen(kw_only=True, field_transformer=_with_converters)
 class SchedulerConfig:
     """Every knob of a `Scheduler`. A bad value raises `ConfigError` naming the key and what was allowed.
 
@@ -108,7 +119,7 @@ class SchedulerConfig:
     order: str = attrs.field(default="fcfs", validator=_one_of(ORDERS))
     aging_tokens: int = attrs.field(default=0, validator=_integer(0))
     max_skips: int = attrs.field(default=16, validator=_integer(0))
-    fair_weights: Mapping[str, float] = attrs.field(factory=dict, validator=_weights)
+    fair_weights: Mapping[str, float] = attrs.field(factory=dict, converter=_plain_weights, validator=_weights)
     head: str = attrs.field(default="strict", validator=_one_of(HEADS))
     max_bypass: int = attrs.field(default=16, validator=_integer(0))
     preempt_priority: bool = attrs.field(default=False, validator=_flag)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsched.errors import InvalidRequest
-from kvsched.request import Finish, plain, whole
-from kvsched.units import Ints, Tokens
+from kvsched.request import Finish, whole
+from kvsched.units import Ints, Tokens, plain
 
 
 class Status(enum.Enum):

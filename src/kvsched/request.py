@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from kvsched.errors import InternalError, InvalidRequest
-from kvsched.units import Tokens
+from kvsched.units import Tokens, plain
 
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids are kept as int32: the largest vocabularies in use are below 2**19, and half the memory halves the cost of
@@ -91,11 +91,6 @@ def as_tokens(value: Any, name: str = "prompt") -> Tokens:
     tokens = np.array(array, dtype=np.int32)
     tokens.flags.writeable = False
     return tokens
-
-
-def plain(value: Any) -> Any:
-    """A numpy integer as a Python one, whose arithmetic cannot overflow; anything else as it is."""
-    return int(value) if isinstance(value, np.integer) else value
 
 
 def whole(value: Any, name: str, low: int | None, none: bool = False) -> int | None:

@@ -6,6 +6,8 @@ comparison of pages with tokens cannot be written by accident elsewhere.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,11 @@ NO_INTS: Ints = np.zeros(0, dtype=np.int64)
 NO_INTS.flags.writeable = False
 NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
 NO_PAGES.flags.writeable = False
+
+
+def plain(value: Any) -> Any:
+    """A numpy scalar as a Python one, whose arithmetic cannot overflow; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def sealed(tokens: Tokens) -> Tokens:

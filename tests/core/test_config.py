@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 
 from kvsched import PagePool, RadixCache, Scheduler, SchedulerConfig
@@ -49,6 +50,28 @@ def test_integers() -> None:
             assert getattr(make(**{key: None}), key) is None
         else:
             refused(key, None)
+
+
+def test_numpy_scalars_become_plain_ones() -> None:
+    """A host computes its limits from tensors; int64 and float32 are as good as int and float, and are kept as those."""
+    config = make(page_size=np.int64(16), max_running=np.uint8(7), chunk_tokens=np.int32(9), conservativeness=np.float32(0.5),
+                  preempt_priority=np.bool_(True), fair_weights={"a": np.float32(2), "b": np.int64(3)})
+    values = [config.page_size, config.max_running, config.chunk_tokens, config.conservativeness, config.preempt_priority,
+              *config.fair_weights.values()]
+    assert values == [16, 7, 9, 0.5, True, 2.0, 3]
+    assert [type(value) for value in values] == [int, int, int, float, bool, float, int]
+    for wrong in (np.int64(0), np.float64(3.0), np.bool_(True)):
+        refused("max_running", wrong)
+    sched = Scheduler(config, PagePool(8, 16))
+    sched.set_limits(max_running=np.int64(3))
+    assert type(sched.config.max_running) is int
+
+
+def test_the_weights_are_the_configs_own() -> None:
+    weights = {"a": 2.0}
+    config = make(fair_weights=weights)
+    weights["a"] = 0.0
+    assert config.fair_weights == {"a": 2.0}
 
 
 def test_choices_and_flags() -> None:
