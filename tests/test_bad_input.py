@@ -288,6 +288,28 @@ def test_calls_that_only_say_no() -> None:
     assert scheduler.snapshot() == before
 
 
+class Halfway:
+    """A host's pool that is not finished."""
+
+    page_size = 8
+    usable = free = 8
+
+
+@pytest.mark.parametrize(("pool", "parts", "named"), [
+    (None, {}, "pool must have what kvsched.protocols.Pool asks for; NoneType lacks alloc, check, free, page_size, release, usable"),
+    (Halfway(), {}, "pool must have what kvsched.protocols.Pool asks for; Halfway lacks alloc, check, release"),
+    (PagePool, {}, "pool must be an object, not the class PagePool"),
+    (RadixCache(8), {}, "pool must have .*; RadixCache lacks alloc, free, release, usable"),
+    (PagePool(8, 8), {"cache": PagePool(8, 8)}, "cache must have .*TreeCache .*; PagePool lacks caches, clear"),
+    (PagePool(8, 8), {"cache": RadixCache}, "cache must be an object, not the class RadixCache"),
+    (PagePool(8, 8), {"sink": print}, "sink must have .*EventSink .* lacks event"),
+    (PagePool(8, 8), {"ledger": {}}, "ledger must be a CommitmentLedger or None, not dict"),
+])
+def test_parts_that_are_none(pool: Any, parts: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Scheduler(SchedulerConfig(page_size=8), pool, **parts)
+
+
 def test_parts_that_do_not_fit_together() -> None:
     with pytest.raises(ConfigError, match="page_size"):
         Scheduler(SchedulerConfig(page_size=8), PagePool(8, 4))

@@ -89,6 +89,16 @@ def _string(value: object, name: str) -> None:
         raise InvalidRequest(f"{name} must be a string, not {value!r}")
 
 
+def _fits(part: object, name: str, protocol: type) -> None:
+    """Raise `ConfigError` unless the part has what the protocol asks for; a class in place of an object of it has not."""
+    if isinstance(part, type):
+        raise ConfigError(f"{name} must be an object, not the class {part.__name__}")
+    missing = sorted(member for member in vars(protocol) if not member.startswith("_") and not hasattr(part, member))
+    if missing:
+        asked = f"what kvsched.protocols.{protocol.__name__} asks for"
+        raise ConfigError(f"{name} must have {asked}; {type(part).__name__} lacks {', '.join(missing)}")
+
+
 class Scheduler:
     """Decides which requests run each step, on which pages, what is evicted or retracted, and what is refused.
 
@@ -112,11 +122,18 @@ class Scheduler:
                  ledger: CommitmentLedger | None = None) -> None:
         if not isinstance(config, SchedulerConfig):
             raise ConfigError(f"config must be a SchedulerConfig, not {type(config).__name__}")
+        _fits(pool, "pool", Pool)
+        if cache is not None:
+            _fits(cache, "cache", TreeCache)
+        if sink is not None:
+            _fits(sink, "sink", EventSink)
+        if ledger is not None and not isinstance(ledger, CommitmentLedger):
+            raise ConfigError(f"ledger must be a CommitmentLedger or None, not {type(ledger).__name__}")
         if pool.page_size != config.page_size:
             raise ConfigError(f"page_size is {config.page_size} in the config but {pool.page_size} in the pool")
         if cache is not None and cache.page_size != config.page_size:
             raise ConfigError(f"page_size is {config.page_size} in the config but {cache.page_size} in the cache")
-        if cache is not None and not getattr(cache, "caches", True):
+        if cache is not None and not cache.caches:
             cache = None
         self._core = Core(config, pool, cache, sink, CommitmentLedger() if ledger is None else ledger)
         self._core.order = ORDERS[config.order]()
