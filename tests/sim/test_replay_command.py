@@ -92,13 +92,26 @@ def test_a_malformed_line_is_named_and_exits_2(tmp_path: Path) -> None:
     assert f"{file}, line 3: ContextTokens must be an integer of at least 1, not 'five'" in result.stderr
 
 
+@pytest.mark.parametrize(("form", "text", "told"), [
+    ("mooncake", "", "no request in it, and 0 lines that ask for nothing"),
+    ("burstgpt", "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,0,7,7,Conversation log\n",
+     "no request in it, and 1 lines that ask for nothing"),
+])
+def test_a_trace_without_requests_exits_2(tmp_path: Path, form: str, text: str, told: str) -> None:
+    file = tmp_path / "empty"
+    file.write_text(text)
+    result = kvsched("replay", "--trace", str(file), "--format", form)
+    assert result.exit_code == 2
+    assert f"{file}: {told}" in result.stderr
+
+
 @pytest.mark.parametrize(("words", "told"), [
     (["--format", "azure"], "--format azure needs --trace FILE"),
     (["--format", "generate", "--trace", "x"], "--format generate takes no --trace"),
     (["--format", "azure", "--trace", "x", "--tree-depth", "1"], "--tree-depth is for --format generate only"),
     (["--format", "azure", "--trace", "nowhere.csv"], "nowhere.csv: cannot be read"),
-    (["--format", "generate", "--rate", "0"], "rate must be a number above 0"),
-    (["--format", "generate", "--speed", "0"], "speed must be a number above 0"),
+    (["--format", "generate", "--rate", "0"], "rate must be a number from 1e-09 to 1e+09, not 0"),
+    (["--format", "generate", "--speed", "0"], "speed must be a number from 1e-09 to 1e+09, not 0"),
     (["--format", "generate", "--pool-tokens", "8"], "pool_tokens must be at least one page"),
     (["--format", "generate", "--t-base", "-1"], "t_base must be a number of seconds"),
     (["--format", "generate", "--conservativeness", "-1"], "conservativeness must be"),

@@ -74,8 +74,8 @@ def test_tenants_and_priorities_are_drawn_from_as_many_as_stated() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [
-    ("requests", 0), ("requests", True), ("requests", 1.5), ("rate", 0), ("rate", float("inf")), ("arrivals", "uniform"),
-    ("burstiness", 0), ("prompt_mean", 0.5), ("prompt_sigma", -1), ("output_mean", "x"), ("output_sigma", float("nan")),
+    ("requests", 0), ("requests", True), ("requests", 1.5), ("rate", 0), ("rate", 1e-320), ("rate", float("inf")), ("arrivals", "uniform"),
+    ("burstiness", 0), ("burstiness", 1e-300), ("prompt_mean", 0.5), ("prompt_mean", 1e300), ("prompt_sigma", -1), ("output_mean", "x"), ("output_sigma", float("nan")),
     ("tree_depth", -1), ("tree_fanout", 0), ("tree_tokens", 0), ("oversize_share", 1.5), ("oversize_tokens", -1),
     ("tenants", 0), ("priorities", 0),
 ])

@@ -155,7 +155,10 @@ def _trace(ctx: click.Context, options: dict[str, Any]) -> Trace:
             raise click.UsageError(f"--{stated[0].replace('_', '-')} is for --format generate only", ctx)
         if path is None:
             raise click.UsageError(f"--format {options['form']} needs --trace FILE", ctx)
-        return read_trace(path, options["form"], limit=limit, block_tokens=options["block_tokens"])
+        trace = read_trace(path, options["form"], limit=limit, block_tokens=options["block_tokens"])
+        if not trace.arrivals:
+            raise TraceError(f"{path}: no request in it, and {trace.skipped:,} lines that ask for nothing")
+        return trace
     if path is not None:
         raise click.UsageError("--format generate takes no --trace", ctx)
     shape = {name: options[name] for name in _SHAPE}

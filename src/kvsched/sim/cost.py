@@ -13,6 +13,9 @@ import attrs
 from kvsched.errors import ConfigError
 from kvsched.plan import Plan
 
+LONGEST = 1e9
+"""Seconds of a step, or of a token in it, at most: with it every sum of them is a finite number."""
+
 
 @runtime_checkable
 class CostModel(Protocol):
@@ -23,8 +26,8 @@ class CostModel(Protocol):
 
 
 def _seconds(_: Any, attribute: Any, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise ConfigError(f"{attribute.name} must be a number of seconds of at least 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST:
+        raise ConfigError(f"{attribute.name} must be a number of seconds from 0 to {LONGEST:g}, not {value!r}")
 
 
 @attrs.frozen

@@ -32,6 +32,8 @@ from kvsched.verdict import Refused
 
 SAMPLED = 7
 """The token that every request samples; nothing stops at it."""
+SLOWEST = 1e-9
+"""Least speed: with it the last moment that a trace can name is still a finite one."""
 
 
 @attrs.frozen
@@ -108,8 +110,8 @@ def replay(
     refusals are counted by reason. When the scheduler reports a stall, or nothing can run and nobody is to arrive, the
     replay stops and the report's `wedge` says who is stuck and why.
     """
-    if isinstance(speed, bool) or not 0 < speed < float("inf"):
-        raise ConfigError(f"speed must be a number above 0, not {speed!r}")
+    if isinstance(speed, bool) or not SLOWEST <= speed <= 1 / SLOWEST:
+        raise ConfigError(f"speed must be a number from {SLOWEST:g} to {1 / SLOWEST:g}, not {speed!r}")
     run = _Run(arrivals, engine, cost or LinearCost(), executor or ConstantExecutor(), speed=speed)
     run.check, run.observe, run.every = check, observe, every
     return run.report(run.drive(), skipped)

@@ -21,19 +21,22 @@ _TREE_BASE = 1 << 30
 """Tokens of shared levels start here, so that they differ from every token of a prompt's own part."""
 
 
-def _at_least(low: float, whole: bool = True, above: bool = False) -> Any:
+def _at_least(low: int) -> Any:
     def check(_: Any, attribute: Any, value: Any) -> None:
-        kinds = (int,) if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value < math.inf or (above and value == low):
-            kind = "an integer" if whole else "a number"
-            raise ConfigError(f"{attribute.name} must be {kind} {'above' if above else 'of at least'} {low}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"{attribute.name} must be an integer of at least {low}, not {value!r}")
 
     return check
 
 
-def _share(_: Any, attribute: Any, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ConfigError(f"{attribute.name} must be a number from 0 to 1, not {value!r}")
+def _between(low: float, high: float) -> Any:
+    """A number within bounds that keep every draw a finite number."""
+
+    def check(_: Any, attribute: Any, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise ConfigError(f"{attribute.name} must be a number from {low:g} to {high:g}, not {value!r}")
+
+    return check
 
 
 @attrs.frozen(kw_only=True)
@@ -51,17 +54,17 @@ class Workload:
     """
 
     requests: int = attrs.field(default=400, validator=_at_least(1))
-    rate: float = attrs.field(default=4.0, validator=_at_least(0, whole=False, above=True))
+    rate: float = attrs.field(default=4.0, validator=_between(1e-9, 1e9))
     arrivals: str = "gamma"
-    burstiness: float = attrs.field(default=2.0, validator=_at_least(0, whole=False, above=True))
-    prompt_mean: float = attrs.field(default=1500.0, validator=_at_least(1, whole=False))
-    prompt_sigma: float = attrs.field(default=0.8, validator=_at_least(0, whole=False))
-    output_mean: float = attrs.field(default=200.0, validator=_at_least(1, whole=False))
-    output_sigma: float = attrs.field(default=0.8, validator=_at_least(0, whole=False))
+    burstiness: float = attrs.field(default=2.0, validator=_between(1e-3, 1e3))
+    prompt_mean: float = attrs.field(default=1500.0, validator=_between(1, _TREE_BASE))
+    prompt_sigma: float = attrs.field(default=0.8, validator=_between(0, 100))
+    output_mean: float = attrs.field(default=200.0, validator=_between(1, _TREE_BASE))
+    output_sigma: float = attrs.field(default=0.8, validator=_between(0, 100))
     tree_depth: int = attrs.field(default=2, validator=_at_least(0))
     tree_fanout: int = attrs.field(default=4, validator=_at_least(1))
     tree_tokens: int = attrs.field(default=256, validator=_at_least(1))
-    oversize_share: float = attrs.field(default=0.0, validator=_share)
+    oversize_share: float = attrs.field(default=0.0, validator=_between(0, 1))
     oversize_tokens: int = attrs.field(default=0, validator=_at_least(0))
     tenants: int = attrs.field(default=1, validator=_at_least(1))
     priorities: int = attrs.field(default=1, validator=_at_least(1))
