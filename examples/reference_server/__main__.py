@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 DEFAULTS = attrs.asdict(Settings())
 QUESTION = "What is the capital of France?"
+SPIN = "5000"
+"""Rounds for which torch's threads (GNU OpenMP) spin before they sleep, where nothing else is set. By default they spin for
+milliseconds, which is a step of one row tens of times as long where another process wants a core; with so few rounds an idle machine is
+as fast (docs/performance.md)."""
 
 
 def _option(name: str, kind: Any, text: str, *, env: bool = False) -> Callable[[Any], Any]:
@@ -81,6 +85,8 @@ def main(*, access_log: bool, **values: Any) -> None:
 
 def run(settings: Settings, *, access_log: bool = False) -> int:
     """Bind, load, serve until drained. The exit status: 0 after a drain. Raises `click.ClickException` with one line otherwise."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # before torch is imported
     from reference_server.api.server import Server, bind, serve  # noqa: PLC0415  # torch takes seconds to import: not for --help
     from reference_server.api.state import State  # noqa: PLC0415  # the same
     from reference_server.model import ModelError  # noqa: PLC0415  # the same
