@@ -23,7 +23,8 @@ from kvsched.sizing.dtypes import Dtype, dtype
 from kvsched.sizing.geometry import Attention, Layer, Model, Recurrent, cell_bytes, heads_per_rank
 from kvsched.sizing.predict import band_tokens, compare, micro_batch_cap
 from kvsched.sizing.reading import read_model
-from kvsched.sizing.report import Report, size
+from kvsched.sizing.report import Report
+from kvsched.sizing.sized import size
 from kvsched.sizing.stages import Pool, Stage, best_cut, caps, even_cut, pool
 from kvsched.sizing.token_split import TokenSplit, token_split, world_cost
 from kvsched.sizing.windows import least_window_pages, window_chunk, window_peak, window_pool

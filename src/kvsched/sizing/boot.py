@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from kvsched.errors import ConfigError
-from kvsched.sizing.account import COUNT_TOLERANCE, Account, Item, Provenance
+from kvsched.sizing.account import Account, Item, Provenance
 from kvsched.sizing.amounts import GIB, MIB, gib
 from kvsched.sizing.checks import integer
 from kvsched.sizing.stages import Pool, Stage, pool, ranges
@@ -223,8 +223,3 @@ def _instruments(raw: object, number: int) -> Instruments:
 def may_gate(boots: Sequence[Boot]) -> bool:
     """Whether predictions may decide anything yet: enough measured boots, and all reproduce from their own instruments (law G8)."""
     return len(boots) >= GATE_BOOTS and all(boot.reproduces for boot in boots)
-
-
-__all__ = [
-    "COUNT_TOLERANCE", "FORMAT", "GATE_BOOTS", "Boot", "BrokenChain", "Instruments", "may_gate",
-]

@@ -5,7 +5,7 @@ What lives here: bytes by layer. What does not: budgets. The sums are prefix sum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 import attrs
@@ -30,12 +30,14 @@ class Cost:
     """Bytes of a range of layers on one rank.
 
     token: of one token in layers that keep all tokens. windows: of one token in layers with a window, by window. slot: of one slot
-    of recurrent state. cross: of one token of cross-attention. attention, recurrent: how many of each.
+    of recurrent state. speculative: what drafts need besides for one request. cross: of one token of cross-attention.
+    attention, recurrent: how many of each.
     """
 
     token: int = 0
     windows: Mapping[int, int] = {}
     slot: int = 0
+    speculative: int = 0
     cross: int = 0
     attention: int = 0
     recurrent: int = 0
@@ -49,10 +51,11 @@ class Cost:
 class LayerCosts:
     """Costs of each layer of a model, split over `tp` ranks. Raises `ConfigError` for a split that cannot be.
 
-    recycled: whether layers with a window stand in pools of their own, beside layers that keep everything.
+    recycled: whether layers with a window stand in pools of their own, beside layers that keep everything. draft_tokens: tokens verified
+    in one step, after each of which a recurrent state is kept.
     """
 
-    def __init__(self, model: Model, widths: Widths, tp: int = 1, *, recycled: bool = False) -> None:
+    def __init__(self, model: Model, widths: Widths, tp: int = 1, *, recycled: bool = False, draft_tokens: int = 0) -> None:
         model.check_tp(tp)
         if model.recurrents and (widths.state is None or widths.conv is None):
             raise ConfigError("state dtype must be given: the model has recurrent layers")
@@ -60,15 +63,16 @@ class LayerCosts:
         self.windows = tuple(sorted({one.window for one in model.attentions if one.window is not None})) if recycled else ()
         if self.windows and all(one.window is not None for one in model.attentions):
             self.windows = ()  # no layer keeps everything: one pool, and every token in it
-        columns: list[list[int]] = [[] for _ in range(5 + len(self.windows))]
+        columns: list[list[int]] = [[] for _ in range(6 + len(self.windows))]
         for layer in model.layers:
             cells = [(one.window, one.cell(widths.kv, tp) + widths.scale_bytes) for one in layer.attention]
-            slot = 0
+            slot = speculative = 0
             if layer.recurrent is not None and widths.state is not None and widths.conv is not None:
-                slot = layer.recurrent.slot(widths.state, widths.conv, tp)
+                sites = layer.recurrent.sites(1, widths.state, widths.conv, tp, speculative_slots=1, draft_tokens=draft_tokens)
+                slot, speculative = sites.state, sites.speculative
             cross = layer.cross.cell(widths.kv, tp) + widths.scale_bytes if layer.cross is not None else 0
             row = [
-                sum(cell for window, cell in cells if window not in self.windows), slot, cross, len(cells), int(layer.recurrent is not None),
+                sum(cell for window, cell in cells if window not in self.windows), slot, speculative, cross, len(cells), int(layer.recurrent is not None),
                 *(sum(cell for own, cell in cells if own == window) for window in self.windows),
             ]
             for column, value in zip(columns, row, strict=True):
@@ -77,19 +81,10 @@ class LayerCosts:
 
     def of(self, layers: range) -> Cost:
         """What these layers cost together. O(1)."""
-        token, slot, cross, attention, recurrent, *windows = (sums[layers.stop] - sums[layers.start] for sums in self._sums)
-        return Cost(token, dict(zip(self.windows, windows, strict=True)), slot, cross, attention, recurrent)
+        token, slot, speculative, cross, attention, recurrent, *windows = (sums[layers.stop] - sums[layers.start] for sums in self._sums)
+        return Cost(token, dict(zip(self.windows, windows, strict=True)), slot, speculative, cross, attention, recurrent)
 
     def all(self) -> Cost:
         """What all layers cost together."""
         return self.of(range(self.layers))
 
-
-def speculative_bytes(model: Model, widths: Widths, layers: Iterable[int], tp: int, slots: int, draft_tokens: int) -> int:
-    """Bytes that drafts need besides the state, in these layers on one rank (law G3)."""
-    if widths.state is None or widths.conv is None or not draft_tokens:
-        return 0
-    return sum(
-        part.sites(0, widths.state, widths.conv, tp, speculative_slots=slots, draft_tokens=draft_tokens).speculative
-        for number in layers if (part := model.layers[number].recurrent) is not None
-    )
