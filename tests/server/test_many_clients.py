@@ -78,14 +78,17 @@ PRESENT: ContextVar[Visit] = ContextVar("PRESENT")
 """The visit that the running task makes."""
 
 
-def draw_case(chance: random.Random) -> Case:
-    """A request: shared beginnings, mixed lengths, n, stop strings, temperatures, priorities, now and then several prompts."""
+def draw_case(chance: random.Random, most: int) -> Case:
+    """A request: shared beginnings, mixed lengths, n, stop strings, temperatures, priorities, now and then several prompts.
+
+    most: new tokens of a sample.
+    """
     def said() -> str:
         return chance.choice(STEMS) + "".join(chance.choices("abcdefgh ,.é", k=chance.randint(1, 70)))
 
     chat = chance.random() < 0.4
     options: dict[str, Any] = {
-        "model": "tiny", "max_tokens": chance.choice((1, 8, 20, 40, 90)), "seed": chance.getrandbits(32), "user": chance.choice("abc"),
+        "model": "tiny", "max_tokens": chance.choice((1, most // 16, most // 8, most // 4, most // 2, most)), "seed": chance.getrandbits(32), "user": chance.choice("abc"),
         "temperature": chance.choice((0, 0, 0.7, 1, 1.6)), "top_p": chance.choice((1, 1, 0.9, 0.4)), "n": chance.choice((1, 1, 1, 1, 2, 3)),
         "extra_body": {"ignore_eos": chance.random() < 0.5, "priority": chance.randint(-1, 1)},
     }
@@ -230,13 +233,14 @@ async def _answered(response: Any) -> None:
     PRESENT.get().statuses.append(response.status_code)
 
 
-def settled(server: Launched) -> dict[str, Any]:
-    """/debug/scheduler once nothing runs and nothing waits: every page is free or cached, and nobody is under way."""
+def settled(server: Launched, tasks: int | None = None) -> dict[str, Any]:
+    """/debug/scheduler once nothing runs and nothing waits: every page is free or cached, nobody is under way, no task is left."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         seen: dict[str, Any] = server.seen()
         pages, health = seen["vitals"]["occupancy"], seen["vitals"]["health"]
-        if not seen["requests"] and not health["running"] and not health["waiting"] and pages["free"] + pages["cached"] == pages["usable"]:
+        empty = not seen["requests"] and health["running"] == health["waiting"] == 0 and pages["free"] + pages["cached"] == pages["usable"]
+        if empty and tasks in {None, seen["server"]["tasks"]}:
             assert not seen["scheduler"]["requests"]
             return seen
         assert time.monotonic() < deadline, f"something is left: {seen}"
@@ -248,10 +252,10 @@ def told(tally: Tally, after: Any) -> str:
     return f"{dict(tally.fates)}, refused {tally.refused}, cut {tally.cut}; {after['vitals']['totals']}; ended {after['vitals']['ended']}"
 
 
-def crowd(flags: Sequence[str], *, clients: int, cases: int, visits: int | None = None, seconds: float | None = None) -> tuple[Tally, dict[str, Any]]:
+def crowd(flags: Sequence[str], *, clients: int, cases: int, most: int, visits: int | None = None, seconds: float | None = None) -> tuple[Tally, dict[str, Any]]:
     """Run it all, check everything that holds whatever the numbers are; what the clients saw, and the server at the end."""
     chance = random.Random(clients)
-    drawn = [draw_case(chance) for _ in range(cases)]
+    drawn = [draw_case(chance, most) for _ in range(cases)]
     with launched(*ALONE) as server:
         expected = asyncio.run(alone(server, drawn))
         server.ends_well()
@@ -262,7 +266,7 @@ def crowd(flags: Sequence[str], *, clients: int, cases: int, visits: int | None 
         files = server.metric("process_open_fds")
         work = Crowd(server, drawn, expected)
         asyncio.run(work.come(clients, visits=visits, until=None if seconds is None else time.monotonic() + seconds))
-        after = settled(server)
+        after = settled(server, before["server"]["tasks"])
         tally = work.tally
         print(told(tally, after))  # noqa: T201  # pytest shows it when the test fails, or with -s
         assert not tally.wrong, f"{len(tally.wrong)} of {tally.fates.total()} are wrong:\n" + "\n".join(tally.wrong[:5])
@@ -277,7 +281,7 @@ def crowd(flags: Sequence[str], *, clients: int, cases: int, visits: int | None 
 
 def test_a_small_crowd() -> None:
     flags = ("--pool-tokens", "2048", "--max-running", "8", "--max-queued-requests", "8")
-    tally, after = crowd(flags, clients=20, cases=24, visits=5)
+    tally, after = crowd(flags, clients=20, cases=24, most=48, visits=5)
     assert tally.fates["stay"] >= 20
     assert tally.fates.total() == 100
     assert after["vitals"]["totals"]["cached_tokens"] > 0
@@ -309,7 +313,7 @@ def test_no_task_is_left_of_whoever_left() -> None:
 @pytest.mark.soak
 def test_two_hundred_clients_for_two_minutes() -> None:
     flags = ("--pool-tokens", "3072", "--max-running", "48", "--max-queued-requests", "64")
-    tally, after = crowd(flags, clients=200, cases=250, seconds=SOAK_S)
+    tally, after = crowd(flags, clients=200, cases=250, most=240, seconds=SOAK_S)
     assert tally.fates["stay"] >= 200
     assert all(tally.fates[fate] for fate in FATES)
     assert tally.refused > 0

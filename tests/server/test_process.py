@@ -118,6 +118,13 @@ def test_streams_that_outlive_the_drain_are_told_and_the_end_is_clean() -> None:
         assert "shutting down" in str(end)
 
 
+def test_a_body_half_sent_does_not_hold_up_the_end() -> None:
+    with launched("--port", "0", "--model", "tiny", "--drain-s", "1000") as server, socket.create_connection(server.place) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{")
+        server.ends_well()
+        assert half.recv(100).startswith(b"HTTP/1.1 503 ")
+
+
 def test_another_signal_ends_at_once_with_its_status() -> None:
     with launched("--port", "0", "--model", "tiny", "--drain-s", "1000") as server, client(server) as ours:
         events = iter(ours.completions.create(prompt="a", **ENDLESS))
