@@ -94,7 +94,7 @@ def _plain(value: Any) -> bool:
 
 def _compare(thing: Any, expected: Expected) -> Iterator[str]:
     if expected.signature is not None:
-        now = parameters(thing)
+        now = parameters(thing) if callable(thing) or isinstance(thing, (classmethod, staticmethod)) else "nothing: it cannot be called"
         if now != expected.signature:
             yield f"takes {now} and not {expected.signature}"
     if expected.fields is not None:
@@ -102,7 +102,7 @@ def _compare(thing: Any, expected: Expected) -> Iterator[str]:
     if expected.members is not None:
         yield from (f"has no {name}" for name in sorted(expected.members - members(thing)))
     if expected.abstract is not None:
-        yield from _sets("abstract method", expected.abstract, frozenset(thing.__abstractmethods__))
+        yield from _sets("abstract method", expected.abstract, frozenset(getattr(thing, "__abstractmethods__", ())))
     if expected.values is not None:
         yield from _sets("value", expected.values, frozenset(thing.__members__) if isinstance(thing, enum.EnumMeta) else frozenset())
     if expected.reads is not None:
@@ -115,19 +115,24 @@ def _sets(what: str, expected: frozenset[str], now: frozenset[str]) -> Iterator[
     yield from (f"{what} {name} is new" for name in sorted(now - expected))
 
 
-def fields(thing: Any) -> dict[str, bool]:
-    """Fields of a dataclass or msgspec structure: whether each is required when an object is made."""
+def fields(thing: Any) -> dict[str, bool] | None:
+    """Fields of a dataclass or msgspec structure: whether each is required when an object is made. None for anything else."""
     if dataclasses.is_dataclass(thing):
         missing = dataclasses.MISSING
         return {field.name: field.init and field.default is missing and field.default_factory is missing
                 for field in dataclasses.fields(thing)}
-    given = thing.__struct_fields__
+    given = getattr(thing, "__struct_fields__", None)
+    if given is None:
+        return None
     optional = len(thing.__struct_defaults__)
     return {name: at < len(given) - optional for at, name in enumerate(given)}
 
 
 def _fields(thing: Any, expected: frozenset[str]) -> Iterator[str]:
     now = fields(thing)
+    if now is None:
+        yield "is no record with fields"
+        return
     yield from (f"field {name} is gone" for name in sorted(expected - now.keys()))
     yield from (f"field {name} is new and required" for name, required in sorted(now.items()) if required and name not in expected)
 

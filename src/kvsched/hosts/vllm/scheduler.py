@@ -47,10 +47,10 @@ NOBODY_NEW, NO_PREFILL = Agreed(admit=0), Agreed(prefill_tokens=0)
 
 
 class Flight(NamedTuple):
-    """A plan in flight, with what vLLM was given for it and the ids of its rows."""
+    """A plan in flight, with what vLLM was given for it and the ids of its rows; None where it was given nothing to do."""
 
     output: SchedulerOutput
-    plan: Plan
+    plan: Plan | None
     ids: list[str]
 
 
@@ -168,6 +168,8 @@ class KvschedScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One plan, as vLLM's workers take it. throttle_prefills: no prefill while anybody decodes."""
+        if self.flush_due:  # a plan more would keep the cache from being emptied
+            return self._nothing()
         agreed = NOBODY_NEW if self.paused == PauseState.PAUSED_NEW else NO_PREFILL if throttle_prefills and self.decoding else None
         plan = self.core.schedule(agreed)
         self.decoding = bool(plan.decodes) or any(chunk.last for chunk in plan.prefill)
@@ -177,6 +179,13 @@ class KvschedScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not
         output = self.batches.output(plan, ids, self.finished_req_ids, self.preempted)
         self.finished_req_ids, self.preempted = set(), set()
         self.flight.append(Flight(output, plan, ids))
+        return output
+
+    def _nothing(self) -> SchedulerOutput:
+        output = SchedulerOutput.make_empty()
+        output.finished_req_ids, output.preempted_req_ids = self.finished_req_ids, self.preempted
+        self.finished_req_ids, self.preempted = set(), set()
+        self.flight.append(Flight(output, None, []))
         return output
 
     def _moved(self, plan: Plan) -> None:
@@ -214,26 +223,31 @@ class KvschedScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not
         if not self.flight or self.flight[0].output is not scheduler_output:
             raise OutOfOrder("update_from_output takes the oldest output of schedule() that it has not had yet")
         _, plan, ids = self.flight.popleft()
-        result = as_result(plan, ids, model_runner_output, self.watched, self.max_model_len)
+        found = [] if plan is None else self._commit(plan, ids, model_runner_output)
+        if self.flush_due and not self.core.in_flight:
+            self._flush()
+        return self._answer(found, scheduler_output, model_runner_output)
+
+    def _commit(self, plan: Plan, ids: list[str], runner: Any) -> list[tuple[int, list[EngineCoreOutput]]]:
+        """Take in a step's result. Returns what was delivered, for each client."""
+        result = as_result(plan, ids, runner, self.watched, self.max_model_len)
         outcome = self.core.commit(plan, result)
         found = records(ids, outcome)
         for at in [at for at, key in enumerate(ids) if key in self.due] if self.due else ():
             record = found[at]
             if record is not None:
                 entry = self.requests[record.request_id]
-                complete(record, entry, model_runner_output, aligned(entry.prompt, self.core.config.page_size) if self.caching else 0)
+                complete(record, entry, runner, aligned(entry.prompt, self.core.config.page_size) if self.caching else 0)
                 if not entry.careful:
                     self.due.discard(record.request_id)
-        if model_runner_output.num_nans_in_logits is not None or model_runner_output.sampling_masks is not None:
-            share_rare(found, model_runner_output)
+        if runner.num_nans_in_logits is not None or runner.sampling_masks is not None:
+            share_rare(found, runner)
         groups = self._by_client(found)
         if outcome.ended:
             repeated = frozenset(result.finished or ())
             for at in outcome.finish.nonzero()[0].tolist():
                 self._end(ids[at], Finish(int(outcome.finish[at])), int(outcome.tokens[at]), found[at], repeated=at in repeated)
-        if self.flush_due and not self.core.in_flight:
-            self._flush()
-        return self._answer(groups, scheduler_output, model_runner_output)
+        return groups
 
     def _end(self, key: str, finish: Finish, token: int, record: EngineCoreOutput | None, *, repeated: bool) -> None:
         entry = self.requests[key]
@@ -243,24 +257,23 @@ class KvschedScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not
             record.finish_reason = entry.request.get_finished_reason()
             record.stop_reason = entry.request.stop_reason
 
-    def _by_client(self, found: list[EngineCoreOutput | None]) -> dict[int, list[EngineCoreOutput]]:
-        """Who gets which records. A refused request has no other output."""
-        groups: dict[int, list[EngineCoreOutput]] = {}
+    def _by_client(self, found: list[EngineCoreOutput | None]) -> list[tuple[int, list[EngineCoreOutput]]]:
+        """Who gets which records."""
         delivered = [record for record in found if record is not None]
         if delivered and len(self.clients) == 1:
-            groups[next(iter(self.clients))] = delivered
-        else:
-            for record in delivered:
-                groups.setdefault(self.requests[record.request_id].client, []).append(record)
-        for client, record in self.refused:
-            groups.setdefault(client, []).append(record)
-        self.refused.clear()
-        return groups
+            return [(next(iter(self.clients)), delivered)]
+        groups: dict[int, list[EngineCoreOutput]] = {}
+        for record in delivered:
+            groups.setdefault(self.requests[record.request_id].client, []).append(record)
+        return list(groups.items())
 
-    def _answer(self, groups: dict[int, list[EngineCoreOutput]], scheduler_output: SchedulerOutput,
-                model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        """What goes to each client, with what goes with a step: finished ids, cache events, statistics."""
-        answer = {client: EngineCoreOutputs(outputs=outputs) for client, outputs in groups.items()}
+    def _answer(self, groups: list[tuple[int, list[EngineCoreOutput]]], scheduler_output: SchedulerOutput,
+                runner: Any) -> dict[int, EngineCoreOutputs]:
+        """What goes to each client, with what goes with a step: refusals, finished ids, cache events, statistics."""
+        answer = {client: EngineCoreOutputs(outputs=outputs) for client, outputs in groups}
+        for client, record in self.refused:
+            answer.setdefault(client, EngineCoreOutputs()).outputs.append(record)
+        self.refused.clear()
         if self.finished_of_client:
             for client, gone in self.finished_of_client.items():
                 answer.setdefault(client, EngineCoreOutputs()).finished_requests = gone
@@ -268,7 +281,7 @@ class KvschedScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not
         if self.telling is not None and (told := self.telling.take()):
             self.publisher.publish(KVEventBatch(ts=time.time(), events=told))
         perf = self.perf.get_step_perf_stats_per_gpu(scheduler_output) if self.perf is not None and self.perf.is_enabled() else None
-        stats = self.make_stats(cudagraph_stats=model_runner_output.cudagraph_stats, perf_stats=perf)
+        stats = self.make_stats(cudagraph_stats=runner.cudagraph_stats, perf_stats=perf)
         if stats is not None:
             if not answer:
                 answer[0] = EngineCoreOutputs()
