@@ -69,12 +69,16 @@ def _displace(step: Step, locked: list[Handle]) -> None:
             continue
         if step.admit_left is not None and starters.count >= step.admit_left:
             return  # the ranks agreed on no more newcomers
+        places = core.config.max_running - core.residents.count - starters.count
+        room = funds.fundable() - starters.pages
+        least = pages_wanted(core, live) - core.match(live) // core.config.page_size
+        if (places <= 0 or least > room) and not _victims_for(core, live, least, room + coming, places):
+            return  # not even if its hit took no room; known without a walk through the cache
         handle, matched = lock(core, live)
         if handle is not None:
             locked.append(handle)
         need = pages_wanted(core, live) - matched // core.config.page_size
         rest = live.target - matched
-        places = core.config.max_running - core.residents.count - starters.count
         room = funds.fundable() - starters.pages
         if places > 0 and need <= room:
             length = _starts_with(step, live, matched, [], starters)
