@@ -5,9 +5,12 @@ transformers is imported when asked for: it takes seconds.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import gguf
 import numpy as np
 import torch
 
@@ -70,7 +73,8 @@ def from_gguf(model: Llama, path: Path) -> Any:
     config = hf_config(model.config)
     config._attn_implementation = "sdpa"
     peer = getattr(transformers, model.config.architecture)(config)
-    found = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=peer)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
+    with mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)):  # it is built anew for each of 400 modules
+        found = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=peer)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
     ours = config.to_dict()
     for key, value in found["config"].items():
         if key in ours and not key.endswith("token_id") and key not in ("model_type", "architectures", "_model_name_or_path"):
