@@ -6,6 +6,7 @@ token of each row, and makes a batch of a plan with numpy alone: no Python runs 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import attrs
@@ -25,7 +26,8 @@ class Batch:
     """The tensors of one step: n rows, T tokens. Views of buffers that the builder uses again two builds later.
 
     plan: what it was made of. rows, tokens: n and T. decodes: leading rows that compute exactly one token each.
-    sampling: int64[m] host array, which of the n rows sample a token. max_q, max_kv: most tokens computed, and attended to, by one row.
+    sampling: int64[m] host array, which of the n rows sample a token. starts: int64[n] host array, position of the first token
+    of each row: the plan's, less the drafts in flight that were rejected. max_q, max_kv: most tokens computed, and attended to, by one row.
     Host, int32: qo_indptr_host[n + 1], kv_indptr_host[n + 1], kv_len_host[n], last_page_len_host[n].
     Device, int32: the same four without the suffix; kv_indices[kv_indptr[n]], page ids of all rows one after another;
     batch_indices[T], the row of each token. Device, int64: positions[T]; slots[T] = page x page_size + offset; token_ids[T];
@@ -37,6 +39,7 @@ class Batch:
     tokens: int
     decodes: int
     sampling: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
     max_q: int
     max_kv: int
     qo_indptr_host: npt.NDArray[np.int32]
@@ -89,14 +92,26 @@ class _Pack:
             self.twin[: self.used].copy_(self.memory[: self.used], non_blocking=True)
 
 
+@attrs.frozen(eq=False)
+class _Note:
+    """What `note` replaced: rows of the table, and the last tokens and their positions that stood there."""
+
+    plan: Plan
+    rows: npt.NDArray[np.int64]
+    on_device: torch.Tensor
+    last: torch.Tensor
+    following: npt.NDArray[np.int64]
+
+
 class BatchBuilder:
     """Makes batches of plans. It must see every plan of a scheduler once, in order, empty ones included (`apply`).
 
     page_size: tokens per page, the scheduler's. device: where the tensors go.
 
-    It holds a copy of the block table, which the plans' deltas keep true, and the last token of each row, which `note`
-    keeps: the input of the row's next decode. Both grow as rows and columns appear. Cost of `build`: numpy over rows, tokens and pages
-    of the step; Python for each chunk of prefill.
+    It holds a copy of the block table, which the plans' deltas keep true, and the last token of each row and its position, which `note`
+    keeps: the input of the row's next decode. All grow as rows and columns appear. Plans run in the order in which they were made, and
+    one that ran and is rolled back is told to `take_back`. Cost of `build`: numpy over rows, tokens and pages of the step; Python for each
+    chunk of prefill.
     """
 
     def __init__(self, *, page_size: int, device: torch.device | str = "cpu") -> None:
@@ -105,6 +120,9 @@ class BatchBuilder:
         self.device = torch.device(device)
         self._table = np.zeros((16, 16), np.int32)
         self._last = torch.zeros(16, dtype=torch.int64, device=self.device)
+        self._next = np.zeros(16, np.int64)  # position of the last token; looked at where there are drafts
+        self._drafting = False
+        self._noted: deque[_Note] = deque(maxlen=2)
         self._packs = [(_Pack(torch.int32, self.device), _Pack(torch.int64, self.device)) for _ in range(2)]
         self._sent: list[Any] = [None, None]
         self._turn = 0
@@ -129,6 +147,7 @@ class BatchBuilder:
             last = torch.zeros(2 * height, dtype=torch.int64, device=self.device)
             last[: len(self._last)] = self._last
             self._last = last
+            self._next = np.concatenate((self._next, np.zeros(2 * height - len(self._next), np.int64)))
         self._table[deltas.row, deltas.column] = deltas.page
 
     def build(self, plan: Plan, drafts: npt.NDArray[np.integer[Any]] | None = None) -> Batch:
@@ -146,7 +165,12 @@ class BatchBuilder:
             given = "none" if drafts is None else f"an array of shape {drafts.shape}"
             raise KernelError(f"drafts must be integers [{plan.decodes}, at least {wide - 1}] for plan {plan.step}, not {given}")
         self.apply(plan)
-        ends = plan.starts + counts
+        self._drafting |= wide > 1
+        starts = plan.starts
+        if self._drafting:  # the plan assumed that every draft in flight is taken
+            starts = starts.copy()
+            starts[: plan.decodes] = self._next[plan.rows[: plan.decodes]]
+        ends = starts + counts
         columns = -(-ends // self.page_size)
         tokens, pages = int(counts.sum()), int(columns.sum())
         turn = self._turn = 1 - self._turn
@@ -175,7 +199,7 @@ class BatchBuilder:
         slot_host, slot = large.take(tokens)
         id_host, ids = large.take(tokens)
         rows_host, rows = large.take(n)
-        place_host[:] = np.arange(tokens) - np.repeat(qo_host[:-1] - plan.starts, counts)
+        place_host[:] = np.arange(tokens) - np.repeat(qo_host[:-1] - starts, counts)
         slot_host[:] = self._table[np.repeat(plan.rows, counts), place_host // self.page_size]
         slot_host *= self.page_size
         slot_host += place_host % self.page_size
@@ -204,14 +228,36 @@ class BatchBuilder:
             first = slice(0, plan.decodes) if wide == 1 else qo[: plan.decodes].long()
             ids[first] = self._last[rows[: plan.decodes]]
         return Batch(
-            plan=plan, rows=n, tokens=tokens, decodes=plan.decodes if wide == 1 else 0, sampling=sampling,
+            plan=plan, rows=n, tokens=tokens, decodes=plan.decodes if wide == 1 else 0, sampling=sampling, starts=starts,
             max_q=int(counts.max()), max_kv=int(ends.max()), qo_indptr_host=qo_host, kv_indptr_host=kv_host,
             kv_len_host=length_host, last_page_len_host=tail_host, qo_indptr=qo, kv_indptr=kv, kv_len=length,
             last_page_len=tail, kv_indices=indices, batch_indices=owner, positions=place, slots=slot, token_ids=ids,
             last=last, table_rows=rows,
         )
 
-    def note(self, batch: Batch, tokens: torch.Tensor) -> None:
-        """Keep the newest token, int64 [m], of each sampling row of the batch: what its next decode starts from."""
-        rows = batch.table_rows if len(batch.sampling) == batch.rows else batch.table_rows[torch.from_numpy(batch.sampling).to(self.device)]
-        self._last[rows] = tokens
+    def note(self, batch: Batch, tokens: torch.Tensor, accepted: npt.NDArray[np.integer[Any]] | None = None) -> None:
+        """Keep the newest token, int64 [m], of each sampling row of the batch: what its next decode starts from.
+
+        accepted: integers [m], drafts taken besides it; None for none. Call it before the next batch is built.
+        """
+        plan, which = batch.plan, batch.sampling
+        rows = plan.rows[which]
+        on_device = batch.table_rows if len(which) == batch.rows else batch.table_rows[torch.from_numpy(which).to(self.device)]
+        self._noted.append(_Note(plan, rows, on_device.clone(), self._last[on_device], self._next[rows]))
+        self._last[on_device] = tokens
+        after = batch.starts[which] + np.where(which < plan.decodes, 1, plan.counts[which])
+        self._next[rows] = after if accepted is None else after + np.where(which < plan.decodes, accepted, 0)
+
+    def take_back(self, plan: Plan) -> None:
+        """A plan was rolled back, the newest first: forget what `note` kept of it. Nothing happens for one that was not noted.
+
+        The block table needs no such care: the scheduler tells in its next deltas what it wants to be otherwise.
+        Raises `KernelError` where a newer plan was noted and is still there.
+        """
+        if not any(note.plan is plan for note in self._noted):
+            return
+        if self._noted[-1].plan is not plan:
+            raise KernelError(f"plan {plan.step} is not the newest that was noted; that is plan {self._noted[-1].plan.step}")
+        note = self._noted.pop()
+        self._last[note.on_device] = note.last
+        self._next[note.rows] = note.following

@@ -197,7 +197,7 @@ class DecodeGraphs:
     def _view(self, plan: Plan, bucket: int, pages: int, kv_indptr: Any, kv_len: Any, last_page_len: Any) -> Batch:
         """The static buffers at the size of a bucket, with host arrays of their own."""
         return Batch(
-            plan=plan, rows=bucket, tokens=bucket, decodes=bucket, sampling=np.arange(bucket), max_q=1, max_kv=int(kv_len.max()),
+            plan=plan, rows=bucket, tokens=bucket, decodes=bucket, sampling=np.arange(bucket), starts=kv_len.astype(np.int64) - 1, max_q=1, max_kv=int(kv_len.max()),
             qo_indptr_host=np.arange(bucket + 1, dtype=np.int32), kv_indptr_host=kv_indptr, kv_len_host=kv_len,
             last_page_len_host=last_page_len, qo_indptr=self._steps[: bucket + 1], kv_indptr=self._kv_indptr[: bucket + 1],
             kv_len=self._kv_len[:bucket], last_page_len=self._last_page_len[:bucket], kv_indices=self._kv_indices[:pages],

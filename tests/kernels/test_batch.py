@@ -97,6 +97,60 @@ def test_drafts_follow_the_last_token() -> None:
     assert batch.decodes == 0
 
 
+def test_a_plan_that_ran_and_is_rolled_back_leaves_no_token() -> None:
+    scheduler, builder = Scheduler(SchedulerConfig(page_size=4, max_in_flight=2), PagePool(16, 4)), BatchBuilder(page_size=4)
+    scheduler.submit(Request("r", [10], max_new_tokens=9))
+    first = scheduler.schedule()
+    builder.note(builder.build(first), torch.tensor([11]))
+    scheduler.commit(first, StepResult([11]))
+    one, two = scheduler.schedule(), scheduler.schedule()
+    for plan, token in ((one, 12), (two, 13)):
+        builder.note(builder.build(plan), torch.tensor([token]))
+    with pytest.raises(KernelError, match="plan 2 is not the newest that was noted; that is plan 3"):
+        builder.take_back(one)
+    for plan in (two, one):
+        scheduler.rollback(plan)
+        builder.take_back(plan)
+        builder.take_back(plan)
+    again = builder.build(scheduler.schedule())
+    assert again.token_ids.tolist() == [11]
+    assert again.positions.tolist() == [1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rejected_drafts_in_flight_move_the_next_step_back(depth: int) -> None:
+    """The plan made while drafts are in flight assumes that all are taken; the batch knows better."""
+    rng = np.random.default_rng(depth)
+    config = SchedulerConfig(page_size=4, lookahead_tokens=2, max_in_flight=depth, max_running=3)
+    scheduler, builder, flying = Scheduler(config, PagePool(40, 4)), BatchBuilder(page_size=4), []
+    for i in range(6):
+        scheduler.submit(Request(f"r{i}", [1] * (1 + i), max_new_tokens=25))
+    text: dict[str, list[int]] = {f"r{i}": [1] * (1 + i) for i in range(6)}
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        builder.apply(plan)
+        tokens, accepted = np.zeros((len(plan), 3), np.int64), np.zeros(len(plan), np.int64)
+        if plan:
+            batch = builder.build(plan, np.full((plan.decodes, 2), 9) if plan.decodes else None)
+            for i, key in enumerate(plan.ids):
+                begin, end = batch.qo_indptr_host[i : i + 2]
+                if i < plan.decodes and key in text:
+                    assert int(batch.positions[begin]) == len(text[key]) - 1
+                    assert int(batch.token_ids[begin]) == text[key][-1]
+                    accepted[i] = rng.integers(0, end - begin)
+                    tokens[i] = rng.integers(0, 99, 3)
+                    text[key] += tokens[i, : 1 + accepted[i]].tolist()
+                elif i >= plan.decodes and plan.prefill[i - plan.decodes].last:
+                    tokens[i] = rng.integers(0, 99, 3)
+                    text[key].append(int(tokens[i, 0]))
+            builder.note(batch, torch.from_numpy(tokens[np.arange(len(plan)), accepted][batch.sampling]), accepted[batch.sampling])
+        flying.append((plan, StepResult(tokens=tokens, accepted=accepted)))
+        while flying and (len(flying) == depth or not plan):
+            for end in scheduler.commit(*flying.pop(0)).ended:
+                text.pop(end.id)
+    scheduler.check()
+
+
 def test_an_empty_plan_has_no_batch() -> None:
     scheduler = Scheduler(SchedulerConfig(page_size=4), PagePool(64, 4))
     plan = scheduler.schedule()
