@@ -207,6 +207,8 @@ BAD = {
     "no layers": ({"model_type": "llama", "num_attention_heads": 4}, "config.json has no num_hidden_layers, which must be an integer of at least 1"),
     "layers in words": ({**raw("llama-3-8b"), "num_hidden_layers": "32"}, "num_hidden_layers must be an integer of at least 1, not '32'"),
     "no heads": ({**raw("llama-3-8b"), "num_attention_heads": 0}, "num_attention_heads must be an integer of at least 1, not 0"),
+    "layers beyond reason": ({**raw("llama-3-8b"), "num_hidden_layers": 10**6}, "num_hidden_layers must be at most 10000, not 1000000"),
+    "heads beyond reason": ({**raw("llama-3-8b"), "num_attention_heads": 10**12}, "num_attention_heads must be at most 2147483647"),
     "half a head": ({**raw("llama-3-8b"), "num_key_value_heads": 7.5}, "num_key_value_heads must be an integer of at least 1, not 7.5"),
     "no head of a mixture": (
         {k: v for k, v in raw("mixtral-8x7b").items() if k != "num_key_value_heads"}, "config.json has no num_key_value_heads"),

@@ -36,7 +36,7 @@ from kvsched.sizing.capacity import max_servable_tokens
 from kvsched.sizing.costs import LayerCosts, Widths
 from kvsched.sizing.cuts import Placement, search, sized_cut
 from kvsched.sizing.deployment import STEP_TOKENS, Deployment
-from kvsched.sizing.forecast import Forecast, Layers, best_forecast, forecast
+from kvsched.sizing.forecast import Forecast, Layers, best_forecast, check_layers, forecast
 from kvsched.sizing.geometry import Model
 from kvsched.sizing.predict import NOISE_FLOOR, RESERVE_BAND, band_tokens, compare, micro_batch_cap
 from kvsched.sizing.report import Report
@@ -149,6 +149,8 @@ def _layer_bytes(model: Model, given: dict[str, Any], tp: int) -> tuple[int, str
 def _from_sizes(model: Model, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Work out the cuts that are named, or the even and the best one."""
     stages = _stage_count(given)
+    if stages > len(model.layers):
+        raise ConfigError(f"--stages must be from 1 to {len(model.layers)}, the number of layers, not {stages}")
     placement = _placement(model, given, stages)
     base = _base(model, given)
     named = [check_cut(cut, len(model.layers)) for cut in given["cut"]]
@@ -254,6 +256,7 @@ def _from_boot(model: Model, given: dict[str, Any]) -> tuple[dict[str, Any], lis
         tuple(costs.of(range(n, n + 1)).attention for n in range(costs.layers)),
         tuple(costs.of(range(n, n + 1)).recurrent for n in range(costs.layers)))
     _check_cell(boot, costs)
+    check_layers(boot, layers)
     forecasts = _forecasts(boot, layers, given)
     out = [f"boot {boot.name}: {_named(boot.cut)} holds together; {boot.tokens:,} tokens, bound by stage {boot.pool().binding}"]
     out += [f"note: {remark}" for remark in remarks]

@@ -147,6 +147,8 @@ def _deployment(model: Model, file: Path, given: dict[str, Any], kv: Dtype) -> t
     pp = given["pp"]
     if given["cut"] is not None and pp == 1:
         pp = len(given["cut"])
+    if pp > len(model.layers):
+        raise ConfigError(f"--pp must be from 1 to {len(model.layers)}, the number of layers, not {pp}")
     memory, measured = _memory(file, given, pp)
     recycle = given["recycle_interval"] or (given["page_size"] if given["recycle_windows"] else None)
     return Deployment(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvsched.config import MOST
 from kvsched.errors import ConfigError
 
 
@@ -48,6 +49,8 @@ class Fields:
             raise ConfigError(f"config.json has no {self.name(key)}, which must be an integer of at least {low}")
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"config.json: {self.name(key)} must be an integer of at least {low}, not {value!r}")
+        if value > MOST:
+            raise ConfigError(f"config.json: {self.name(key)} must be at most {MOST}, not {value!r}")
         return value
 
     def optional(self, key: str, low: int = 1) -> int | None:

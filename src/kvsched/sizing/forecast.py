@@ -88,7 +88,7 @@ def forecast(
     """
     cut = check_cut(cut, len(layers.attention))
     boot.verify()
-    _check_layers(boot, layers)
+    check_layers(boot, layers)
     if reserve is None:
         raise ConfigError(
             "reserve must be given for a cut that was never booted: bytes for each stage. It is read from boots and not modelled; this "
@@ -119,7 +119,7 @@ def best_forecast(
     return forecast(boot, layers, cut, reserve=reserve, layer_bytes=layer_bytes, band=band, noise_floor=noise_floor)
 
 
-def _check_layers(boot: Boot, layers: Layers) -> None:
+def check_layers(boot: Boot, layers: Layers) -> None:
     """Raise `ConfigError` unless the boot's stages have the layers that the model has there."""
     for number, (part, stage) in enumerate(zip(ranges(boot.cut), boot.stages, strict=True)):
         if sum(boot.cut) != len(layers.attention) or layers.count(part) != (stage.attention_layers, stage.recurrent_layers):

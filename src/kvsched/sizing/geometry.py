@@ -6,6 +6,7 @@ are read from a config.json (`kvsched.sizing.reading`), and how much memory ther
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import attrs
@@ -13,6 +14,16 @@ import attrs
 from kvsched.errors import ConfigError
 from kvsched.sizing.checks import at_least, at_least_or_none
 from kvsched.sizing.dtypes import Dtype
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in order. O(square root).
+
+    >>> divisors(24)
+    [1, 2, 3, 4, 6, 8, 12, 24]
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def heads_per_rank(heads: int, tp: int, what: str = "key/value heads") -> int:
@@ -24,7 +35,7 @@ def heads_per_rank(heads: int, tp: int, what: str = "key/value heads") -> int:
     (2, 1, 1, 1)
     """
     if heads % tp and tp % heads:
-        allowed = [n for n in range(1, heads + 1) if heads % n == 0]
+        allowed = divisors(heads)
         raise ConfigError(f"tp = {tp} does not divide {heads} {what}: it must be one of {', '.join(map(str, allowed))}, or a multiple of {heads}")
     return max(1, heads // tp)
 
@@ -198,7 +209,7 @@ class Model:
         """Raise `ConfigError` where the model cannot be split over `tp` ranks, naming what could."""
         fault = _fault(self, tp)
         if fault is not None:
-            allowed = [n for n in range(1, self.query_heads + 1) if _fault(self, n) is None]
+            allowed = [n for n in divisors(self.query_heads) if _fault(self, n) is None]
             raise ConfigError(f"{fault}; tp may be {', '.join(map(str, allowed))}")
 
 

@@ -15,6 +15,8 @@ from kvsched.sizing.geometry import Attention, Layer, Model, Recurrent
 from kvsched.sizing.placement import BOTH, CHUNK, CROSS, FULL, FULL_AND_CROSS, RECURRENT, WINDOW, kinds
 from kvsched.sizing.recurrent import RECURRENTS
 
+MOST_LAYERS = 10_000
+"""No model comes near it; a number beyond is a slip that would only cost time."""
 LAYER_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
 """Keys that describe every layer, one after the other."""
 STATE_DTYPES = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
@@ -37,6 +39,8 @@ def read_model(raw: object) -> Model:
     family = FAMILIES[name]
     heads = fields.integer(first_of(fields, family.heads))
     count = _layer_count(family, fields)
+    if count > MOST_LAYERS:
+        raise ConfigError(f"config.json: {fields.name(first_of(fields, family.layers))} must be at most {MOST_LAYERS}, not {count}")
     recurrent = RECURRENTS[family.recurrent](family, fields, heads) if family.recurrent else None
     layers = tuple(
         _layer(family, fields, heads, recurrent, kind, number, count) for number, kind in enumerate(kinds(family.placement, fields, count))

@@ -44,7 +44,7 @@ def size(model: Model, deployment: Deployment) -> Report:
             for account, stage in zip(given, stages, strict=True)
         ]
     for account in accounts:
-        _check(account, running)
+        _check(account, running)  # those given were checked before, so this is of what requests keep
     agreed = pool(
         [Stage(account.rest, stage.token_bytes, stage.layers) for account, stage in zip(accounts, stages, strict=True)], at.page_size // at.cp)
     _check_pages(layout, agreed, accounts[agreed.binding], stages[agreed.binding])
@@ -117,12 +117,12 @@ def _beside_each_other(layout: Layout, stages: Sequence[StageCost], given: Seque
 
 
 def _check(account: Account, running: int) -> None:
+    """Raise `Overbooked` where what requests keep does not fit beside what was given, which did."""
     try:
         account.check()
     except Overbooked as error:
-        if account.largest().name not in CONSTANT:
-            raise
-        raise Overbooked(f"{error}; it is kept for {running} running requests, and fewer need less", error.largest) from None
+        kept = sum(item.bytes for item in account.items if item.name in CONSTANT)
+        raise Overbooked(f"{error}; {gib(kept)} GiB of it are kept for {running} running requests, and fewer need less", error.largest) from None
 
 
 def _check_pages(layout: Layout, agreed: Pool, account: Account, stage: StageCost) -> None:

@@ -109,6 +109,8 @@ def what_if(model: Model, deployment: Deployment, report: Report, goal: Goal) ->
         if found is not None and goal.met(found):
             at = found.requests_at(goal.slots).requests if goal.slots is not None else None
             changes.append(Change(what, found.tokens, at, note))
+            if what == "":
+                break  # counting the requests is all it takes
     if base is not deployment:
         changes = [attrs.evolve(change, what=_with_running(change.what, base)) for change in changes]
     return Answer(goal, reached=False, short=short, changes=tuple(changes))
