@@ -68,9 +68,10 @@ class Forecast:
     def __str__(self) -> str:
         cut = ", ".join(map(str, self.cut))
         if self.measured:
-            return (
-                f"[{cut}]: {self.tokens:,} tokens at most: stage {self.binding} keeps its layers, and held that many when booted "
-                f"(the other stages are predicted to allow {self.predicted.tokens:,})")
+            kept = {cap.stage for cap in self.caps}
+            others = [tokens for number, tokens in enumerate(self.predicted.capacities) if number not in kept and tokens is not None]
+            allowed = f" (the stages that change are predicted to allow {min(others):,})" if others else ""
+            return f"[{cut}]: {self.tokens:,} tokens at most: stage {self.binding} keeps its layers, and held that many when booted{allowed}"
         return (
             f"[{cut}]: {self.tokens:,} tokens, +-{self.band_tokens:,} ({self.band_tokens / max(1, self.tokens):.0%}, for +-{self.band // MIB} MiB of "
             f"reserve), bound by stage {self.binding}; predicted, never booted; {self.comparison} against the boot")
