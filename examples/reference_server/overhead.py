@@ -24,7 +24,7 @@ import attrs
 import click
 
 from kvsched import Request
-from reference_server.sampling import Sampling
+from reference_server.__main__ import SPIN
 from reference_server.settings import Settings
 
 WARM_STEPS = 10
@@ -37,11 +37,11 @@ LOOK_S = 0.25
 
 @attrs.frozen
 class Cost:
-    """Medians over samples, per decode step in microseconds. rest: wall less executor and kvsched; below 0 where they overlap.
+    """Medians over samples, per decode step in microseconds.
 
     wall: from commit to commit. executor: plan to tensors, forward pass, sampling. forward: of the executor the model alone,
-    where it can be seen. kvsched: schedule() and commit(). loop_cpu: what the thread of the event loop computed (HTTP,
-    server-sent events, text), on Linux.
+    where it can be seen. kvsched: schedule() and commit(). rest: wall less executor and kvsched; below 0 where they overlap.
+    loop_cpu: what the thread of the event loop computed (HTTP, server-sent events, text), on Linux.
     """
 
     what: str
@@ -50,11 +50,8 @@ class Cost:
     executor: float
     forward: float | None
     kvsched: float
+    rest: float
     loop_cpu: float | None
-
-    @property
-    def rest(self) -> float:
-        return self.wall - self.executor - self.kvsched
 
     @property
     def share(self) -> float:
@@ -102,7 +99,7 @@ def main(*, as_json: bool, **options: Any) -> None:
     costs = [through_server(load, 2), through_server(load, 1), bare(load)]
     if as_json:
         for cost in costs:
-            click.echo(json.dumps({**options, **attrs.asdict(cost), "rest": cost.rest, "kvsched_percent": cost.share}))
+            click.echo(json.dumps({**options, **attrs.asdict(cost), "kvsched_percent": cost.share}))
         return
     click.echo(f"{load.streams} streams, {load.model or 'the default model'}; us per decode step")
     columns = ("wall", "executor", "forward", "kvsched", "rest", "loop_cpu")
@@ -114,7 +111,9 @@ def main(*, as_json: bool, **options: Any) -> None:
 
 def bare(load: Load) -> Cost:
     """The scheduler and the executor of a server in a plain loop, one plan at a time."""
-    from reference_server.serving import load_served  # noqa: PLC0415  # torch takes seconds to import: not for --help
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # as the server does, before torch is imported
+    from reference_server.sampling import Sampling  # noqa: PLC0415  # torch takes seconds to import: not for --help
+    from reference_server.serving import load_served  # noqa: PLC0415  # the same
 
     served = load_served(load.settings(1), lambda _: None)
     scheduler, executor = served.engine.scheduler, served.engine.executor
@@ -126,7 +125,7 @@ def bare(load: Load) -> Cost:
         key = f"r{number}"
         scheduler.submit(Request(key, prompt=served.tokenizer.encode(prompt), max_new_tokens=load.tokens, ignore_eos=True))
         executor.add(key, Sampling(temperature=load.temperature, seed=number))
-    samples: list[tuple[float, float, float, float]] = []
+    samples: list[tuple[float, ...]] = []
     last, warm = time.perf_counter(), 0
     while len(samples) < load.steps:
         begin = time.perf_counter()
@@ -139,10 +138,11 @@ def bare(load: Load) -> Cost:
         if len(plan) == load.streams and not plan.prefill:
             warm += 1
             if warm > WARM_STEPS:
-                samples.append((end - last, computed - ready, forward[-1], ready - begin + end - computed))
+                wall, run, ours = end - last, computed - ready, ready - begin + end - computed
+                samples.append((wall, run, forward[-1], ours, wall - run - ours))
         last = end
-    wall, run, inner, ours = (statistics.median(column) * 1e6 for column in zip(*samples, strict=True))
-    return Cost("bare loop", len(samples), wall, run, inner, ours, None)
+    wall, run, inner, ours, rest = (statistics.median(column) * 1e6 for column in zip(*samples, strict=True))
+    return Cost("bare loop", len(samples), wall, run, inner, ours, rest, None)
 
 
 def through_server(load: Load, depth: int) -> Cost:
@@ -156,13 +156,14 @@ async def _watch(load: Load, depth: int, process: int, address: str) -> Cost:
     try:
         first = await _steady(load, address, readers, 0)
         first = before = await _steady(load, address, readers, first["decode_steps"] + WARM_STEPS)
-        cpu, samples = _cpu_s(process), []
+        cpu, samples = _cpu_s(process), list[tuple[float, ...]]()
         while before["decode_steps"] - first["decode_steps"] < load.steps:
             await asyncio.sleep(LOOK_S)
             after = await _steady(load, address, readers, 0)
             steps = after["decode_steps"] - before["decode_steps"]
             if steps:
-                samples.append([(after[key] - before[key]) / steps for key in ("decode_wall_s", "decode_model_s", "decode_scheduler_s")])
+                wall, run, ours = ((after[key] - before[key]) / steps for key in ("decode_wall_s", "decode_model_s", "decode_scheduler_s"))
+                samples.append((wall, run, ours, wall - run - ours))
                 before = after
         steps = before["decode_steps"] - first["decode_steps"]
         spent = _cpu_s(process)
@@ -170,8 +171,9 @@ async def _watch(load: Load, depth: int, process: int, address: str) -> Cost:
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-    wall, run, ours = (statistics.median(column) * 1e6 for column in zip(*samples, strict=True))
-    return Cost(f"server, {depth} in flight", steps, wall, run, None, ours, None if cpu is None or spent is None else (spent - cpu) / steps * 1e6)
+    wall, run, ours, rest = (statistics.median(column) * 1e6 for column in zip(*samples, strict=True))
+    loop_cpu = None if cpu is None or spent is None else (spent - cpu) / steps * 1e6
+    return Cost(f"server, {depth} in flight", steps, wall, run, None, ours, rest, loop_cpu)
 
 
 async def _steady(load: Load, address: str, readers: list[asyncio.Task[None]], steps: int) -> dict[str, Any]:
