@@ -43,7 +43,8 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = make_model(tmp_path_factory.mktemp("spoken"))
     tokenizer = Tokenizer(WordLevel({word(token): token for token in range(VOCABULARY)}, unk_token=word(0)))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=word(0), bos_token=word(1), eos_token=word(EOS), chat_template=TEMPLATE).save_pretrained(directory)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, unk_token=word(0), bos_token=word(1), eos_token=word(EOS), chat_template=TEMPLATE).save_pretrained(directory)
     return directory
 
 

@@ -6,7 +6,7 @@ of a host is imported here by name.
 A contract says for a dotted name of the host which of these must hold:
     signature   the parameters as inspect.signature writes them, annotations left out; a method's self included
     fields      fields that must be there; and no other one may be required when an object is made
-    members     attributes that must be there (of a class: its own, inherited, or assigned to self when an object is made)
+    members     attributes that must be there (of a class: its own, inherited, or assigned to self by a method)
     abstract    exactly the abstract methods
     values      exactly the names of an enumeration
     reads       exactly the attributes of `self.NAME` that the source reads, for a host that relies on what no interface states
@@ -138,14 +138,14 @@ def _fields(thing: Any, expected: frozenset[str]) -> Iterator[str]:
 
 
 def members(thing: Any) -> frozenset[str]:
-    """Names that a class or module has; of a class also what is assigned to self when an object is made."""
+    """Names that a class or module has; of a class also what its methods assign to self."""
     found = set(dir(thing))
     if inspect.isclass(thing):
         found.update(name for base in thing.__mro__ for name in getattr(base, "__annotations__", {}))
         for base in thing.__mro__:
-            for maker in ("__init__", "__post_init__"):
-                if inspect.isfunction(vars(base).get(maker)):
-                    found |= _assigned(vars(base)[maker])
+            for function in vars(base).values():
+                if inspect.isfunction(function):
+                    found |= _assigned(function)
     return frozenset(found)
 
 

@@ -11,9 +11,6 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from kvsched.request import Finish, Namespace, Request
-from kvsched.verdict import RefusalReason, Refused
-
-UNITS = {RefusalReason.NEVER_FITS: "pages", RefusalReason.CONTEXT_LIMIT: "tokens"}
 
 
 class Entry:
@@ -82,12 +79,6 @@ def namespace(request: Any) -> Namespace:
     if lora is None:
         return Namespace(salt=request.cache_salt or None)
     return Namespace(adapter=str(lora.lora_int_id), version=repr((lora.lora_name, lora.lora_path)), salt=request.cache_salt or None)
-
-
-def sentence(refused: Refused) -> str:
-    """A refusal in one line, with its two numbers."""
-    unit = UNITS.get(refused.reason, "")
-    return f"kvsched refused the request: {refused.reason.value}, it needs {refused.needed} {unit} and there can be {refused.available}"
 
 
 def status_of(entry: Entry, finish: Finish, token: int, *, repeated: bool) -> tuple[Any, int | str | None]:

@@ -27,11 +27,12 @@ from vllm.v1.request import RequestStatus
 
 from kvsched.errors import ConfigError, OutOfOrder
 from kvsched.hosts.drift import differences
+from kvsched.hosts.refusals import sentence
 from kvsched.hosts.vllm.batches import Batches
 from kvsched.hosts.vllm.contract import CONTRACT
 from kvsched.hosts.vllm.events import TellingCache
 from kvsched.hosts.vllm.outputs import as_result, complete, records, share_rare
-from kvsched.hosts.vllm.requests import Entry, refused_feature, sentence, status_of, to_kvsched
+from kvsched.hosts.vllm.requests import Entry, refused_feature, status_of, to_kvsched
 from kvsched.hosts.vllm.settings import settings
 from kvsched.memory import PagePool, RadixCache
 from kvsched.plan import Agreed, Plan
