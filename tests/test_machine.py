@@ -99,6 +99,18 @@ def test_who_comes_first_by_priority_has_overtaken_nobody() -> None:
     host.drain()
 
 
+def test_a_sibling_may_be_passed_while_the_prefix_is_in_flight() -> None:
+    """A/0 is computed by a plan in flight and waited for by A/1; B takes the second place in the pass of the grant."""
+    host = CheckedHost({"page_size": 1, "max_running": 2, "max_step_tokens": 3, "prefill_grant": 1, "max_in_flight": 2,
+                        "decode_every": 2, "admission": "guaranteed"}, 8)
+    host.submit("A", [2, 3], 3, n=3)
+    host.schedule()
+    host.submit("B", [2, 1], 1, cache_read=False)
+    host.schedule()
+    assert host.in_flight[1].plan.admitted == ("B",)
+    host.drain()
+
+
 # -- planted faults: each must be found --------------------------------------------------------------------------------
 
 

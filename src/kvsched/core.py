@@ -291,7 +291,7 @@ class Core:
                 self.pool.release(mine[kept != mine])
                 shared = stop // size
             self.cache.unlock(handle, used=release.used)
-            if release.donate and live.request.pin and live.id not in self.lives:
+            if release.donate and live.request.pin and self.lives.get(live.id) is not live:
                 self.pin(live)
         rest = pages[shared:]
         if hold is not None:

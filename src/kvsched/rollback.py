@@ -73,7 +73,7 @@ def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
     core.passes -= 1
     for target, name, value in reversed(undo.attributes):
         if name == "uncomputed":
-            if target.id in core.lives:
+            if core.lives.get(target.id) is target:  # else its id is another request's by now
                 core.inflight_tokens += value - target.uncomputed
                 target.uncomputed = value
         else:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from loop import STOP, advance, ask, chunks, drain, make, pages, running, step, submit, totals, waiting, why
 
-from kvsched import Agreed, Finish, Outcome, Plan, Scheduler, Status, StepResult
+from kvsched import Agreed, Finish, Outcome, Plan, RefusalReason, Refused, Scheduler, Status, StepResult
 from kvsched.errors import InvalidResult
 
 # -- what a commit answers --------------------------------------------------------------------------------------------
@@ -162,6 +162,36 @@ def test_rollback_of_the_newest_of_two() -> None:
     sched.commit(again, StepResult(tokens=[8]))
     assert sched.generated("A").tolist() == [7, 7, 8]
     assert pages(sched) == (34, 0, 0, 6, 0)
+
+
+def test_rollback_after_the_id_went_to_another_request() -> None:
+    """The plan counted A's hit of four tokens as computed; that is not given back to the A that came after it."""
+    sched = make(100, 4, cache=True, max_inflight_prompt_tokens=30)
+    submit(sched, ask("P", 5, 1, first=0))
+    step(sched)
+    submit(sched, ask("A", 9, 1, first=0))
+    plan = sched.schedule()
+    assert chunks(plan) == [("A", 4, 5)]
+    sched.abort("A")
+    submit(sched, ask("A", 20, 1))
+    sched.rollback(plan)
+    sched.check()
+    assert sched.submit(ask("B", 11, 1)) == Refused("B", RefusalReason.INFLIGHT_TOKENS, 11, 10, retryable=True)
+    drain(sched, 5)
+
+
+def test_a_pin_is_kept_when_the_id_goes_to_another_request_meanwhile() -> None:
+    """A stops with a step in flight that names it, so its pages enter the tree later, when another A waits already."""
+    sched = make(100, 4, cache=True, max_in_flight=2, pin_limit_pages=10)
+    submit(sched, ask("A", 8, 5, stop_token_ids={STOP}, pin=2))
+    first, second = sched.schedule(), sched.schedule()
+    sched.commit(first, StepResult(tokens=[STOP]))
+    submit(sched, ask("A", 4, 1))
+    sched.commit(second, StepResult(tokens=[7]))
+    assert sched.ceiling == 98
+    drain(sched, 5)
+    assert sched.ceiling == 98
+    assert sched.unpin("A")
 
 
 def test_rollback_after_an_abort_of_a_row_in_the_plan() -> None:

@@ -63,7 +63,7 @@ def _waits_for_a_prefix(books: Books, account: Account) -> bool:
     size = books.config.page_size
     most = reusable(len(account.text), size)
     for leader in books.order:
-        if leader.prefilling and leader.request.space == account.request.space:
+        if leader.done < leader.target and leader.request.space == account.request.space:  # a chunk in flight is not there yet
             pairs = zip(account.text[:most], leader.text[: leader.target], strict=False)
             common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if aligned(common, size) > aligned(leader.done, size):
