@@ -19,22 +19,29 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Ten
     """Grouped-query attention and its log-sum-exp.
 
     q: [rows, queries, heads, head_dim]. k, v: [rows, keys, kv_heads, head_dim]; heads is a multiple of kv_heads, and
-    consecutive heads share one of k. allowed: bool [rows, queries, keys], which keys a query sees. Returns [rows, queries, heads, head_dim]
+    consecutive heads share one of k. allowed: bool [rows, queries, keys], which keys a query sees; what stands at a key that no
+    query of the row sees may be anything, even no number. Returns [rows, queries, heads, head_dim]
     and float [rows, queries, heads], the natural logarithm of the sum of exponentials; a query that sees nothing gives
     0 and -inf. The softmax runs in float32 for half precision.
     """
+    seen = allowed.any(1)
+    return _attend(q, k, torch.where(seen[:, :, None, None], v, v.new_zeros(())), ~allowed, scale)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocked: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same where every value is a number, with the mask turned round. The heads that share a key are queries of one product."""
     rows, queries, heads, width = q.shape
-    groups = k.shape[2]
+    keys, groups = k.shape[1:3]
+    share = heads // groups
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    query = q.view(rows, queries, groups, heads // groups, width).permute(0, 2, 3, 1, 4).to(wide)
-    key = k.permute(0, 2, 3, 1).unsqueeze(2).to(wide)
-    seen = allowed.any(1)  # no query of the row sees a key that is not: what stands there may be anything
-    value = torch.where(seen[:, :, None, None], v, v.new_zeros(())).permute(0, 2, 1, 3).unsqueeze(2).to(wide)
-    score = torch.matmul(query, key).mul_(scale)
-    score = score.masked_fill_(~allowed[:, None, None], -math.inf)
+    query = (q.to(wide) * scale).view(rows, queries, groups, share, width).permute(0, 2, 3, 1, 4).reshape(rows * groups, share * queries, width)
+    key = k.to(wide).permute(0, 2, 3, 1).reshape(rows * groups, width, keys)
+    value = v.to(wide).permute(0, 2, 1, 3).reshape(rows * groups, keys, width)
+    score = torch.bmm(query, key).view(rows, groups, share, queries, keys)
+    score.masked_fill_(blocked[:, None, None], -math.inf)
     lse = torch.logsumexp(score, -1)
-    weight = torch.exp(score - torch.where(lse == -math.inf, lse.new_zeros(()), lse).unsqueeze(-1))
-    out = torch.matmul(weight, value)
+    weight = score.sub_(torch.where(lse == -math.inf, lse.new_zeros(()), lse).unsqueeze(-1)).exp_()
+    out = torch.bmm(weight.view(rows * groups, share * queries, keys), value).view(rows, groups, share, queries, width)
     out = out.permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, width).to(q.dtype)
     return out, lse.permute(0, 3, 1, 2).reshape(rows, queries, heads)
 
@@ -56,7 +63,8 @@ class ReferenceAttention:
         self.scale = 1 / math.sqrt(store.head_dim) if scale is None else scale
         self._batch: Batch | None = None
         self._pages = torch.zeros(0, dtype=torch.int64)
-        self._allowed = torch.zeros(0, dtype=torch.bool)
+        self._blocked = torch.zeros(0, dtype=torch.bool)
+        self._unseen = torch.zeros(0, dtype=torch.int64)
         self._chunks: list[tuple[slice, torch.Tensor, int, torch.Tensor]] = []
 
     def begin(self, batch: Batch) -> None:
@@ -71,15 +79,17 @@ class ReferenceAttention:
             mask = torch.from_numpy(np.arange(columns) < held[:, None]).to(device)
             self._pages = torch.full((d, columns), store.scratch, dtype=torch.int64, device=device)
             self._pages[mask] = batch.kv_indices[: int(batch.kv_indptr_host[d])].long()
-            self._allowed = (torch.arange(columns * store.page_size, device=device) < lengths[:, None]).unsqueeze(1)
+            blocked = torch.arange(columns * store.page_size, device=device) >= lengths[:, None]
+            self._unseen = blocked.view(-1).nonzero()[:, 0]
+            self._blocked = blocked.unsqueeze(1)
         self._chunks = []
         for i in range(d, batch.rows):
             begin, end = int(batch.qo_indptr_host[i]), int(batch.qo_indptr_host[i + 1])
             length = int(batch.kv_len_host[i])
             pages = batch.kv_indices[int(batch.kv_indptr_host[i]) : int(batch.kv_indptr_host[i + 1])].long()
             first = length - (end - begin)
-            causal = torch.arange(length, device=device) <= torch.arange(first, length, device=device)[:, None]
-            self._chunks.append((slice(begin, end), pages, length, causal.unsqueeze(0)))
+            ahead = torch.arange(length, device=device) > torch.arange(first, length, device=device)[:, None]
+            self._chunks.append((slice(begin, end), pages, length, ahead.unsqueeze(0)))
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write, then attend. Raises `KernelError` before `begin`."""
@@ -92,10 +102,10 @@ class ReferenceAttention:
         d = batch.decodes
         if d:
             shape = (d, -1, store.kv_heads, store.head_dim)
-            some, _ = attend(q[:d].unsqueeze(1), keys[self._pages].view(shape), values[self._pages].view(shape), self._allowed, self.scale)
-            out[:d] = some[:, 0]
-        for span, pages, length, causal in self._chunks:
-            near = (keys[pages].view(-1, store.kv_heads, store.head_dim)[:length], values[pages].view(-1, store.kv_heads, store.head_dim)[:length])
-            some, _ = attend(q[span].unsqueeze(0), near[0].unsqueeze(0), near[1].unsqueeze(0), causal, self.scale)
-            out[span] = some[0]
+            key, value = keys[self._pages].view(shape), values[self._pages].view(shape)
+            value.view(-1, store.kv_heads * store.head_dim).index_fill_(0, self._unseen, 0)  # of a copy: 0 x what stood there might be no number
+            out[:d] = _attend(q[:d].unsqueeze(1), key, value, self._blocked, self.scale)[0][:, 0]
+        for span, pages, length, ahead in self._chunks:
+            key, value = (part[pages].view(1, -1, store.kv_heads, store.head_dim)[:, :length] for part in (keys, values))
+            out[span] = _attend(q[span].unsqueeze(0), key, value, ahead, self.scale)[0][0]
         return out
