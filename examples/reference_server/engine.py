@@ -63,7 +63,7 @@ class _Flight:
     """A plan under way, and what it has cost so far."""
 
     plan: Plan
-    result: Future[tuple[StepResult, float]]
+    result: Future[tuple[StepResult, float, float]]
     scheduler_s: float
 
 
@@ -260,9 +260,9 @@ class Engine:
         self._blocked = False
         if not self.scheduler.has_work():
             return
-        begin = time.perf_counter()
+        begin = time.monotonic()
         plan = self.scheduler.schedule()
-        spent = time.perf_counter() - begin
+        spent = time.monotonic() - begin
         self._flying.append(_Flight(plan, self._device.submit(self._compute, plan), spent))
         if plan and len(self._flying) < self.settings.max_in_flight:
             return  # there is room for the next step beside this one
@@ -272,10 +272,10 @@ class Engine:
             self._commit(self._flying.popleft())
 
     def _commit(self, flight: _Flight) -> None:
-        result, model_s = flight.result.result()
-        begin = time.perf_counter()
+        result, started, model_s = flight.result.result()
+        begin = time.monotonic()
         outcome = self.scheduler.commit(flight.plan, result)
-        now = time.perf_counter()
+        now = time.monotonic()
         spent, times = flight.scheduler_s + now - begin, self._times
         times.model_s += model_s
         times.scheduler_s += spent
@@ -285,16 +285,17 @@ class Engine:
                 times.decode_steps += 1
                 times.decode_model_s += model_s
                 times.decode_scheduler_s += spent
-                times.decode_wall_s += now - max(self._last_commit, begin - model_s)
+                times.decode_wall_s += now - max(self._last_commit, started)
         self._last_commit = now
         self._failures += result.failed is not None
         self._hand_out(flight.plan, outcome)
 
-    def _compute(self, plan: Plan) -> tuple[StepResult, float]:
-        """In the device's thread."""
+    def _compute(self, plan: Plan) -> tuple[StepResult, float, float]:
+        """In the device's thread: the result, when it was begun, and the seconds that it took."""
         begin = self._computing = time.monotonic()
         try:
-            return self.executor.run(plan), time.monotonic() - begin
+            result = self.executor.run(plan)
+            return result, begin, time.monotonic() - begin
         finally:
             self._computing = None
 

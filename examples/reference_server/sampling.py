@@ -95,10 +95,12 @@ def draw(logits: torch.Tensor, temperature: npt.NDArray[np.float64], top_p: npt.
     order of their ids, otherwise likeliest first (ties by id), cut after the first that brings the sum to top_p.
     """
     device = logits.device
-    scaled = logits.double() / torch.from_numpy(temperature).to(device)[:, None]
+    scaled = logits.to(torch.float64, copy=True).div_(torch.from_numpy(temperature).to(device)[:, None])
     shares = torch.softmax(scaled, -1)
-    tokens = torch.zeros(len(logits), dtype=torch.int64, device=device)
     where = torch.from_numpy(uniform).to(device)
+    if (top_p >= 1).all():
+        return _pick(shares, where)
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=device)
     whole = torch.from_numpy(np.flatnonzero(top_p >= 1)).to(device)
     if len(whole):
         tokens[whole] = _pick(shares[whole], where[whole])
@@ -113,8 +115,9 @@ def _pick(shares: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     sums = shares.cumsum(-1)
     total = sums[:, -1:]
     index = torch.searchsorted(sums, where[:, None] * total, right=True)
-    last = shares.shape[1] - 1 - (shares > 0).flip(-1).int().argmax(-1, keepdim=True)
-    return torch.minimum(index, last)[:, 0]
+    if bool((index == shares.shape[1]).any()):  # rounding: then it is the last token that has a share
+        index = torch.minimum(index, shares.shape[1] - 1 - (shares > 0).flip(-1).int().argmax(-1, keepdim=True))
+    return index[:, 0]
 
 
 def _nucleus(shares: torch.Tensor, top_p: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
@@ -135,6 +138,9 @@ def seeded(value: int | None, fallback: int) -> int:
 
 def perplexed(logits: torch.Tensor) -> npt.NDArray[np.bool_]:
     """Which rows of logits [m, vocabulary] hold something that is not finite: whatever was computed there is worthless."""
-    return ~torch.isfinite(logits).all(-1).cpu().numpy() if len(logits) else np.zeros(0, np.bool_)
+    if len(logits) == 0:
+        return np.zeros(0, np.bool_)
+    sums = logits.sum(-1, dtype=torch.promote_types(logits.dtype, torch.float32))  # finite where all are: one pass, and no tensor of flags
+    return (~torch.isfinite(sums)).cpu().numpy()
 
 

@@ -144,6 +144,19 @@ def test_samples_that_do_not_fit_the_queue_are_refused_together(narrow: Running)
     assert (reply.status, reply.error["needed"], reply.error["available"]) == (400, 4, 3)
 
 
+def test_prompts_that_can_never_wait_together_are_400(narrow: Running) -> None:
+    reply = narrow.post(COMPLETIONS, prompt=["a"] * 4, max_tokens=1)
+    assert (reply.status, reply.error["code"], reply.error["needed"], reply.error["available"]) == (400, "queue_requests", 4, 3)
+    assert "retry-after" not in reply.headers
+    reply = narrow.post(COMPLETIONS, prompt=["x" * 301, "y" * 300], max_tokens=1)
+    assert (reply.status, reply.error["code"], reply.error["needed"], reply.error["available"]) == (400, "queue_tokens", 601, 600)
+
+
+def test_what_waiting_cannot_cure_is_told_first(narrow: Running) -> None:
+    reply = narrow.post(COMPLETIONS, prompt=["a", "b", "c", "d", "x" * 900], max_tokens=200)
+    assert (reply.status, reply.error["code"]) == (400, "never_fits")
+
+
 def leaves_streaming(server: Running) -> Any:
     with under_way(server) as link:
         assert link.getresponse().read(10)

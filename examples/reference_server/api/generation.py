@@ -18,6 +18,7 @@ from kvsched import Refused, Request
 from kvsched.errors import InvalidRequest
 from kvsched.plan import Ended
 from kvsched.request import Finish
+from kvsched.verdict import RefusalReason
 from reference_server.api.errors import ApiError
 from reference_server.api.schema import Options
 from reference_server.api.state import Live, Served, State
@@ -89,10 +90,10 @@ class Generation:
         except BaseException:
             self._abort(self.requests)
             raise
-        problem = next((answer for answer in answers if not isinstance(answer, Stream)), None)
-        if problem is not None:
+        problems = [answer for answer in answers if not isinstance(answer, Stream)]
+        if problems:
             self._abort(request for request, answer in zip(self.requests, answers, strict=True) if isinstance(answer, Stream))
-            raise self.state.refused(problem) if isinstance(problem, Refused) else problem
+            raise self._error(problems)
         if self.state.closing.is_set():
             self._abort(self.requests)
             raise ended_by_us()
@@ -161,6 +162,22 @@ class Generation:
             for _ in range(tokens):
                 metrics.following.observe((now - sample.last) / tokens)
         sample.last = now
+
+    def _error(self, problems: Sequence[Refused | ApiError]) -> ApiError:
+        """The one answer to all refusals of a body: what waiting cannot cure goes before what it can."""
+        for problem in problems:
+            if isinstance(problem, ApiError):
+                return problem
+            if not problem.retryable:
+                return self.state.refused(problem)
+        settings = self.state.settings
+        for reason, needed, bound in (
+            (RefusalReason.QUEUE_REQUESTS, len(self.requests) * self.n, settings.max_queued_requests),
+            (RefusalReason.QUEUE_TOKENS, sum(len(request.tokens) for request in self.requests) * self.n, settings.max_queued_tokens),
+        ):
+            if needed > bound:  # every prompt of a body waits beside the others, and these can never wait together
+                return self.state.refused(Refused(self.key, reason, needed, bound, retryable=False))
+        return self.state.refused(next(problem for problem in problems if isinstance(problem, Refused)))
 
     def _abort(self, requests: Iterable[Request]) -> None:
         for request in requests:
