@@ -138,6 +138,26 @@ def test_stages_that_differ() -> None:
         "llama-3-8b", "--cut", "20,12", "--gpu-bytes", "24GiB,16GiB", "--weights-bytes", "10GiB,6GiB").stdout
 
 
+def test_scales_of_a_quantised_cache_are_declared_per_token_and_layer() -> None:
+    plain, scaled = (figures("deepseek-v3", "--kv-dtype", "fp8", "--scale-bytes", n) for n in ("0", "16"))
+    assert scaled["bytes_per_token_per_rank"] == plain["bytes_per_token_per_rank"] + 61 * 16 == 35_136 + 976
+    assert figures("llama-3.2-11b-vision", "--scale-bytes", "4")["cross_bytes_per_request"] == 6404 * 8 * (4096 + 4)
+
+
+def test_weights_below_the_checkpoint_are_flagged() -> None:
+    """Law G7: 4.252, 2.719 and 3.662 GiB cannot hold a checkpoint of 27.5 GiB; 13.572, 7.408 and 8.342 can."""
+    words = ["--kv-dtype", "fp8", "--cut", "32,16,16", "--gpu-bytes", "31800MiB,18800MiB,19800MiB", "--checkpoint-bytes", "27.5GiB",
+             "--max-running", "4", "--weights-bytes"]
+    flagged = [line for line in figures("qwen3.5-27b", *words, "4.252GiB,2.719GiB,3.662GiB")["warnings"] if "is booked with" in line]
+    assert flagged == [
+        "rank 0: weights is booked with 4.252 GiB, and its share is about 13.750: all ranks together hold less than the checkpoint",
+        "rank 1: weights is booked with 2.719 GiB, and its share is about 6.875: all ranks together hold less than the checkpoint",
+        "rank 2: weights is booked with 3.662 GiB, and its share is about 6.875: all ranks together hold less than the checkpoint",
+    ]
+    assert not [line for line in figures("qwen3.5-27b", *words, "13.572GiB,7.408GiB,8.342GiB")["warnings"] if "is booked with" in line]
+    assert "note: rank 1: weights is booked with 2.719 GiB" in size("qwen3.5-27b", *words, "4.252GiB,2.719GiB,3.662GiB").stdout
+
+
 def test_context_parallel_ranks_split_a_page() -> None:
     found = figures("deepseek-v3", "--cp", "8", "--page-size", "64", "--kv-bytes", "10GiB")
     assert found["bytes_per_page_per_rank"] == 8 * 70_272
@@ -241,9 +261,6 @@ BAD = {
     "a page that cannot be split": (["llama-3-8b", "--cp", "3"], "page_size = 16 must be a multiple of cp = 3"),
     "no weights": (["llama-3-8b", "--gpu-bytes", "80GiB"], "--weights-bytes (of one rank, as loaded) or --checkpoint-bytes (of all ranks) must be given"),
     "weights without memory": (["llama-3-8b", "--weights-bytes", "1GiB"], "--gpu-bytes or --gpu must be given with the weights"),
-    "weights twice": (
-        ["llama-3-8b", "--gpu", "h200", "--weights-bytes", "1GiB", "--checkpoint-bytes", "1GiB"],
-        "--weights-bytes is of one rank and --checkpoint-bytes of all: give one"),
     "memory twice": (["llama-3-8b", "--gpu", "h200", "--gpu-bytes", "1GiB"], "--gpu-bytes and --gpu say the same: give one"),
     "a pool and a budget": (["llama-3-8b", "--kv-bytes", "1GiB", "--gpu", "h200"], "--kv-bytes is the pool itself, and stands instead of --gpu"),
     "an unknown accelerator": (["llama-3-8b", "--gpu", "z9", "--weights-bytes", "1GiB"], "--gpu must be one of a10, a100-40gb,"),

@@ -156,6 +156,13 @@ def test_g5_a_prediction_of_457604_that_keeps_the_last_stage_is_capped() -> None
     assert "436,766 tokens at most: stage 2 keeps its layers, and held that many when booted" in str(found)
 
 
+def test_g5_a_hopeful_reserve_does_not_lift_what_a_kept_stage_held() -> None:
+    """Nothing kept back on stage 2 would free 5 GiB there by arithmetic; it was booted as it is, and held 436,766."""
+    found = forecast(boot(), LAYERS, (29, 19, 16), reserve=[0, 0, 0], layer_bytes=LAYER_BYTES)
+    assert found.predicted.tokens > 900_000
+    assert (found.tokens, found.binding, found.measured) == (436_766, 2, True)
+
+
 def test_g8_a_prediction_is_printed_with_its_band() -> None:
     """8 attention layers on stage 0: 500 MiB of reserve are 32,000 tokens, 7 %."""
     cut = (34, 18, 12)

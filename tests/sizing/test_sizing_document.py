@@ -25,6 +25,13 @@ def test_an_example_prints_what_is_shown(words: str, shown: str, monkeypatch: py
     assert (result.exit_code, result.stdout) == (0, shown)
 
 
+def test_the_python_example_prints_what_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (source,) = re.findall(r"```python\n((?:.*\n)*?)```", TEXT)
+    monkeypatch.chdir(ROOT)
+    exec(source, {})
+    assert capsys.readouterr().out == source.rstrip().rsplit("# ", 1)[1] + "\n"
+
+
 def test_there_are_examples_of_both_commands() -> None:
     assert {words.split()[0] for words, _ in EXAMPLES} == {"size", "cut"}
     assert len(EXAMPLES) >= 6

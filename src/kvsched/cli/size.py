@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
 from kvsched.cli.accelerators import ACCELERATORS, accelerator
@@ -28,7 +29,7 @@ from kvsched.cli.model_files import (
 )
 from kvsched.cli.tables import items_table, table
 from kvsched.errors import ConfigError
-from kvsched.sizing.account import Item, Provenance
+from kvsched.sizing.account import Item, Provenance, misbooked_weights
 from kvsched.sizing.amounts import gib, parse_bytes
 from kvsched.sizing.costs import Widths
 from kvsched.sizing.deployment import MAX_RUNNING, STEP_TOKENS, Deployment
@@ -47,7 +48,8 @@ _MEMORY = options(
     opt("--utilization", Share(), None, "Share of it that the server may use; the rest is booked as holdback.  [default: all of it]"),
     opt("--weights-bytes", Bytes(many=True), None, "Weights on one rank, as loaded; with --pp, one for all stages or one for each."),
     opt("--checkpoint-bytes", Bytes(), None,
-        "Instead: all weights, taken to split evenly over tp x pp.  [default: as the index file beside CONFIG says]"),
+        "All weights: taken to split evenly over tp x pp without --weights-bytes, and else held against them.  [default: as the index file beside "
+        "CONFIG says]"),
     opt("--activation-bytes", Bytes(), None, "Peak of a forward pass on one rank."),
     opt("--graph-bytes", Bytes(), None, "Captured graphs on one rank."),
     opt("--workspace-bytes", Bytes(), None, "Workspaces of kernels on one rank."),
@@ -128,6 +130,7 @@ def _sized(path: Path, given: dict[str, Any]) -> tuple[dict[str, str], Report, A
     if not measured and goal is not None:
         raise ConfigError("--for-tokens and --for-concurrency need --gpu-bytes, --gpu or --kv-bytes to start from")
     report = size(model, deployment) if measured else layer_report(model, deployment)
+    report = attrs.evolve(report, warnings=(*report.warnings, *_misbooked(report, file, given)))
     answer = what_if(model, deployment, report, goal) if goal is not None else None
     return {"config": str(file), "kv_dtype_from": kv_note}, report, answer
 
@@ -190,18 +193,29 @@ def _memory(file: Path, given: dict[str, Any], pp: int) -> tuple[dict[str, Any],
 
 def _weights(file: Path, given: dict[str, Any], pp: int, tp: int) -> tuple[Item, ...]:
     stated = per_stage("--weights-bytes", given["weights_bytes"], pp)
-    checkpoint, note = given["checkpoint_bytes"], "--checkpoint-bytes"
     if stated is not None:
-        if checkpoint is not None:
-            raise ConfigError("--weights-bytes is of one rank and --checkpoint-bytes of all: give one")
         return tuple(Item("weights", one, Provenance.CONFIGURED, "--weights-bytes") for one in stated)
-    if checkpoint is None:
-        beside = checkpoint_beside(file)
-        if beside is None:
-            raise ConfigError("--weights-bytes (of one rank, as loaded) or --checkpoint-bytes (of all ranks) must be given")
-        checkpoint, note = beside
+    known = _checkpoint(file, given)
+    if known is None:
+        raise ConfigError("--weights-bytes (of one rank, as loaded) or --checkpoint-bytes (of all ranks) must be given")
+    checkpoint, note = known
     share = -(-checkpoint // (tp * pp))
     return (Item("weights", share, Provenance.DERIVED, f"{note} {checkpoint:,} B / {tp * pp}, as if it split evenly"),) * pp
+
+
+def _checkpoint(file: Path, given: dict[str, Any]) -> tuple[int, str] | None:
+    """Bytes of all weights, and who says so."""
+    return (given["checkpoint_bytes"], "--checkpoint-bytes") if given["checkpoint_bytes"] is not None else checkpoint_beside(file)
+
+
+def _misbooked(report: Report, file: Path, given: dict[str, Any]) -> list[str]:
+    """Complaints about weights that are less than the checkpoint (law G7)."""
+    known = _checkpoint(file, given)
+    if known is None or given["weights_bytes"] is None:
+        return []
+    found = misbooked_weights(
+        [stage.item("weights") for stage in report.stages], -(-known[0] // report.deployment.tp), [len(stage.own.layers) for stage in report.stages])
+    return [f"{one}: all ranks together hold less than the checkpoint" for one in found]
 
 
 def _common_items(given: dict[str, Any]) -> tuple[Item, ...]:
