@@ -51,7 +51,7 @@ def end(core: Core, live: Live, finish: Finish) -> Ended:
     core.tell("aborted" if finish is Finish.ABORT else "finished", live, finish.name.lower())
     generated = len(live.generated)
     return Ended(live.id, finish, generated, computed, live.cached, held, live.retractions,
-                 max(live.max_gap, 1 if generated > 1 else 0), waited)
+                 max(live.max_gap, 1 if generated > 1 else 0), waited, max(live.first_cached, 0))
 
 
 def waited_steps(core: Core, live: Live) -> int:

@@ -36,7 +36,7 @@ class Live:
     """
 
     __slots__ = (
-        "admitted", "arrival", "branch", "bypassed", "cached", "commons", "family", "generated", "handle", "highwater",
+        "admitted", "arrival", "branch", "bypassed", "cached", "commons", "family", "first_cached", "generated", "handle", "highwater",
         "hint", "hint_next", "hint_seen", "hint_shrunk", "id", "last_grant", "last_token_step", "late", "least", "limit", "max_gap", "overtaken",
         "priority", "prompt", "ready", "reason", "reason_pass", "request", "retractions", "row", "short_by",
         "since", "skips", "space", "stops", "state", "submitted_pass", "submitted_step", "target", "tenant", "turn", "tokens", "total",
@@ -64,6 +64,7 @@ class Live:
         self.generated: Tokens = NOTHING
         self.handle: Handle | None = None
         self.cached = 0
+        self.first_cached = -1  # of its first admission; -1 before
         self.highwater = 0
         self.uncomputed = self.prompt  # prompt tokens that still count as in flight (law B11)
         self.retractions = 0

@@ -231,6 +231,8 @@ class Admission:
         live.admitted = core.admissions
         core.residents.entered[row] = core.admissions
         step.undo.set(live, "cached", matched)
+        if live.first_cached < 0:
+            step.undo.set(live, "first_cached", matched)
         core.residents.served[row] = step.number
         core.running[live.id] = live
         core.prefilling[live.id] = live

@@ -168,7 +168,8 @@ class Ended:
 
     generated: tokens delivered over its whole life. computed: slots whose KV was valid at the end. cached: tokens that its
     last admission took from the cache. pages: pages it held. retractions: how often it was. max_gap: the longest number
-    of steps between two of its tokens, 0 with fewer than two. waited_steps: passes in which it waited.
+    of steps between two of its tokens, 0 with fewer than two. waited_steps: passes in which it waited. first_cached: tokens
+    that its first admission took from the cache, which is what a client is told of its prompt.
     """
 
     id: str
@@ -180,6 +181,7 @@ class Ended:
     retractions: int
     max_gap: int
     waited_steps: int
+    first_cached: int = 0
 
 
 @attrs.frozen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loop import STOP, ask, chunks, drain, make, step, submit, totals
+from loop import STOP, advance, ask, chunks, drain, make, step, submit, totals
 
 from kvsched import Scheduler, StepResult
 
@@ -219,3 +219,19 @@ def test_tokens_of_a_long_life_are_all_there() -> None:
     for key, tokens in said.items():
         assert sched.generated(key).tolist() == tokens
         assert sched.request_state(key)["generated"] == len(tokens)
+
+
+def test_the_hit_of_the_first_admission_is_told_apart_from_that_of_a_resume() -> None:
+    """A finds two of its pages in the cache at first, and at its resume its own pages as well; a rollback in between changes nothing."""
+    sched = make(100, 4, cache=True)
+    submit(sched, ask("P", 9, 1, first=0))
+    step(sched)
+    submit(sched, ask("A", 17, 3, first=0), ask("N", 5, 1))
+    sched.rollback(sched.schedule())
+    step(sched)
+    sched.pause("retract")
+    sched.resume()
+    ended = {}
+    while sched.has_work():
+        ended.update({end.id: end for end in advance(sched)[1].ended})
+    assert (ended["A"].first_cached, ended["A"].cached, ended["A"].retractions) == (8, 16, 1)
