@@ -227,6 +227,8 @@ BAD = {
     "only recurrent layers": ({**raw("bamba-9b"), "attn_layer_indices": []}, "describes no attention layer, so there is no token pool"),
     "recurrent layers of a type without them": (
         {**raw("llama-3-8b"), "layer_types": ["linear_attention"] * 32}, "layer 0 is recurrent, and this model type has no recurrent layers"),
+    "positions stretched by nothing": (
+        {**raw("qwen3-32b"), "rope_scaling": {"type": "yarn", "factor": float("nan")}}, r"rope_scaling\.factor must be a number from 1 to 10000, not nan"),
     "no text part": ({"model_type": "gemma3"}, "text_config must be an object: model type 'gemma3' keeps the text part there"),
     "an unknown text part": (
         {"model_type": "internvl_chat", "llm_config": {"model_type": "x"}}, r"config.json: llm_config.model_type 'x', is none that can be sized"),

@@ -187,3 +187,10 @@ def test_a_wrapper_keeps_its_text_part_where_the_table_says(name: str) -> None:
 def test_a_wrapper_of_a_text_part_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"text_config\.model_type 'rwkv', is none that can be sized"):
         read_model({"model_type": "llava_next", "text_config": {"model_type": "rwkv"}})
+    with pytest.raises(ConfigError, match=r"text_config\.model_type 'rwkv', is none"):
+        read_model({"model_type": "llava", "text_config": {"model_type": "rwkv"}})
+
+
+def test_a_text_part_that_names_no_type_of_its_own() -> None:
+    for named in ({}, {"model_type": "mllama"}):
+        assert read_model({"model_type": "mllama", "text_config": named, "torch_dtype": "bfloat16"}).model_type == "mllama_text_model"

@@ -17,6 +17,8 @@ from kvsched.sizing.recurrent import RECURRENTS
 
 MOST_LAYERS = 10_000
 """No model comes near it; a number beyond is a slip that would only cost time."""
+MOST_STRETCH = 10_000
+"""Likewise for the factor by which positions are stretched."""
 LAYER_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
 """Keys that describe every layer, one after the other."""
 STATE_DTYPES = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
@@ -61,7 +63,7 @@ def _text_part(raw: Mapping[str, Any]) -> tuple[str, Fields]:
     if wrapper is not None and isinstance(raw.get(wrapper.key), Mapping):
         inner = raw[wrapper.key]
         named = inner.get("model_type")
-        name = _known(inner, wrapper.key + ".") if named in FAMILIES or not wrapper.inner else wrapper.inner
+        name = wrapper.inner if wrapper.inner and named in (None, own) else _known(inner, wrapper.key + ".")
         return name, Fields(inner, wrapper.key + ".", FAMILIES[name].defaults)
     if wrapper is not None and own not in FAMILIES:
         raise ConfigError(f"config.json: {wrapper.key} must be an object: model type {own!r} keeps the text part there")
@@ -141,9 +143,11 @@ def _context(family: Family, fields: Fields) -> int | None:
     for key in ("rope_scaling", "rope_parameters"):
         rope = fields.get(key)
         if isinstance(rope, Mapping) and "yarn" in (rope.get("rope_type"), rope.get("type")):
-            factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-            if isinstance(factor, (int, float)) and not isinstance(factor, bool) and isinstance(original, int):
-                return max(stated or 0, int(factor * original))
+            inner = fields.inner(key)
+            factor, original = inner.get("factor"), inner.optional("original_max_position_embeddings")
+            if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor <= MOST_STRETCH:
+                raise ConfigError(f"config.json: {inner.name('factor')} must be a number from 1 to {MOST_STRETCH}, not {factor!r}")
+            return stated if original is None else max(stated or 0, int(factor * original))
     return stated
 
 
