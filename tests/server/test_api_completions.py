@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import attrs
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from running import PATIENCE_S, Running, running, until
+from running import PATIENCE_S, SMALL, Running, running, until
 
 from reference_server.model import tiny_tokenizer
 from reference_server.model.tiny import EOS
@@ -306,3 +308,15 @@ def test_a_connection_serves_many_requests(server: Running) -> None:
 
 def test_the_end_token_of_the_tiny_model_is_known(server: Running) -> None:
     assert server.served.eos == {EOS}
+
+
+def test_what_a_retracted_request_finds_again_is_not_told_as_cached() -> None:
+    """Every prompt is new and alone of its kind, and the pool so small that many are retracted."""
+    with running(attrs.evolve(SMALL, page_size=4, pool_tokens=512, max_running=16)) as server:
+        def ask(i: int) -> int:
+            fields: dict[str, Any] = {"prompt": f"{i:02d} is how this prompt begins, and it goes on", "max_tokens": 300, "temperature": 0.9, "seed": i}
+            cached: int = server.post(COMPLETIONS, **fields).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return cached
+        with ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(ask, range(16))) == [0] * 16
+        assert server.engine.vitals.totals["retractions"] > 0

@@ -125,7 +125,7 @@ class Generation:
         cached = 0
         for place, request in enumerate(self.requests):
             ends = [sample.end for sample in self._samples[place * self.n : (place + 1) * self.n]]
-            cached += min(len(request.tokens), *(end.cached if end is not None else 0 for end in ends))
+            cached += min(len(request.tokens), *(end.first_cached if end is not None else 0 for end in ends))
         completion = sum(sample.tokens for sample in self._samples)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
                 "prompt_tokens_details": {"cached_tokens": cached}}
