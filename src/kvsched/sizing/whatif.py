@@ -200,7 +200,7 @@ def _splits(model: Model, base: Deployment, key: str, prefix: str = "") -> Itera
 def _scaled(item: Item, now: int, ranks: int) -> Item:
     if item.name != "weights":
         return item
-    return Item(item.name, -(-item.bytes * now // ranks), Provenance.DERIVED, f"{item.bytes:,} B x {now} / {ranks}")
+    return Item(item.name, (item.bytes * now + ranks - 1) // ranks, Provenance.DERIVED, f"{item.bytes:,} B x {now} / {ranks}")
 
 
 def _fewer_running(model: Model, base: Deployment, report: Report, goal: Goal) -> Iterator[tuple[str, Deployment, str]]:

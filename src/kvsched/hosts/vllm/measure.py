@@ -29,6 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvsched.hosts.vllm import KvschedScheduler
 from kvsched.sim.trace import Arrival, read_trace
+from kvsched.units import pages_for
 
 SAMPLED = 7
 KINDS = {"vllm": Scheduler, "kvsched": KvschedScheduler}
@@ -93,7 +94,7 @@ def step(running: Sequence[int], prompt: int, steps: int, page_size: int, rounds
         pairs = {}
         new = rounds * steps + 64
         for kind in KINDS:
-            blocks = count * (-(-(prompt + page_size + new) // page_size) + 1) + 1
+            blocks = count * (pages_for(prompt + page_size + new, page_size) + 1) + 1
             scheduler, hasher = build(kind, blocks, page_size=page_size, running=count, budget=max(1 << 20, count))
             for at in range(count):
                 length = prompt + at % page_size  # crossings into a new page spread evenly over the steps
