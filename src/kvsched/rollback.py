@@ -73,9 +73,10 @@ def _restore(core: Core, record: InFlight, back: list[Live]) -> None:
     core.passes -= 1
     for target, name, value in reversed(undo.attributes):
         if name == "uncomputed":
-            if core.lives.get(target.id) is target:  # else its id is another request's by now
-                core.inflight_tokens += value - target.uncomputed
-                target.uncomputed = value
+            live = core.lives.get(target.id)
+            if live is not None and live is target:  # else its id is another request's by now
+                core.inflight_tokens += value - live.uncomputed
+                live.uncomputed = value
         else:
             setattr(target, name, value)
     for lagged in undo.lagged:

@@ -21,7 +21,7 @@ ROOTS = (*SERVER, "kvsched[cli,testing]", "transformers", "openai", "selenium", 
 
 def pins(name: str) -> dict[str, str]:
     """Distribution name (canonical) to version in one list of requirements/. Fails on a line that pins nothing."""
-    found = {}
+    found: dict[str, str] = {}
     for line in (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines():
         text = line.partition("#")[0].strip()
         if text.startswith("-r "):
