@@ -29,8 +29,8 @@ DEFAULTS = attrs.asdict(Settings())
 QUESTION = "What is the capital of France?"
 SPIN = "5000"
 """Rounds for which torch's threads (GNU OpenMP) spin before they sleep, where nothing else is set. By default they spin for
-milliseconds, which is a step of one row tens of times as long where another process wants a core; with so few rounds an idle machine is
-as fast (docs/performance.md)."""
+milliseconds. Where another process wants a core, a step of a few rows then takes ten times as long and more; with so few rounds
+it takes 2 to 3 times as long there, and up to 1.4 times on a machine that has nothing else to do (docs/performance.md)."""
 
 
 def _option(name: str, kind: Any, text: str, *, env: bool = False) -> Callable[[Any], Any]:
@@ -65,6 +65,7 @@ def _option(name: str, kind: Any, text: str, *, env: bool = False) -> Callable[[
 @_option("stall_steps", int, "Steps without progress after which /health answers 503.")
 @_option("max_body_bytes", int, "Largest body of a request.")
 @_option("step_deadline_s", float, "Seconds that a step may take before /health answers 503.")
+@_option("write_deadline_s", float, "Seconds that a client may leave a stream unread before it is hung up on.")
 @_option("drain_s", float, "Seconds that running requests get after SIGTERM.")
 @_option("threads", int, "Threads of torch.  [default: its own choice]")
 @click.option("--access-log", is_flag=True, help="Print a line for each HTTP request (never its body).")

@@ -87,6 +87,7 @@ class Settings:
     stall_steps: steps without progress after which the server is not live.
     max_body_bytes: largest body of a request; a longer one is refused without being read.
     step_deadline_s: a step that takes longer than this makes the server not live.
+    write_deadline_s: how long a client may leave what a stream sends it unread before it is hung up on.
     drain_s: how long requests that run may go on after SIGTERM.
     threads: of torch; None: its own choice.
     """
@@ -112,6 +113,7 @@ class Settings:
     stall_steps: int = attrs.field(default=100, validator=_whole(1))
     max_body_bytes: int = attrs.field(default=4 * 1024 * 1024, validator=_whole(1))
     step_deadline_s: float = attrs.field(default=30.0, validator=_seconds(0.001))
+    write_deadline_s: float = attrs.field(default=60.0, validator=_seconds(0.001))
     drain_s: float = attrs.field(default=30.0, validator=_seconds(0))
     threads: int | None = attrs.field(default=None, validator=_whole(1, 1024, none=True))
 

@@ -20,6 +20,7 @@ from kvsched import Refused
 from kvsched.verdict import RefusalReason
 from reference_server.api import errors
 from reference_server.api.state import MAX_RETRY_S, State
+from reference_server.model import tiny_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NARROW = attrs.evolve(SMALL, pool_tokens=1024, context_limit=2000, max_running=2, max_queued_requests=3, max_queued_tokens=600)
@@ -347,3 +348,56 @@ def test_every_reason_to_refuse_has_its_answer(reason: RefusalReason) -> None:
         assert "needed 7" in error.message
         assert "available 3" in error.message
         assert error.body()["error"]["unit"] == errors.UNITS[reason]
+
+
+def unread(server: Running, **fields: Any) -> socket.socket:
+    """A client that asks for a long stream and never reads it."""
+    link = socket.socket()
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    link.connect(("127.0.0.1", server.port))
+    body = json.dumps({"model": "tiny", "prompt": "go on", "max_tokens": 3000, "ignore_eos": True, "stream": True, "n": 8, **fields}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    link.sendall(head.encode() + body)
+    return link
+
+
+def test_a_client_that_does_not_read_is_hung_up_on(caplog: pytest.LogCaptureFixture) -> None:
+    with running(attrs.evolve(SMALL, pool_tokens=32_768, write_deadline_s=0.5)) as server, unread(server):
+        until(lambda: bool(server.state.live))
+        until(lambda: not server.state.live)
+        server.settled()
+        until(lambda: not server.server.server_state.connections)
+    assert "has read nothing for 0.5 s" in caplog.text
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_end() -> None:
+    with running(attrs.evolve(SMALL, pool_tokens=32_768, drain_s=0.1)) as server, unread(server):
+        until(lambda: bool(server.state.live))
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_body_that_is_too_large_is_answered_to_those_who_send_it_all(close: bool) -> None:
+    with running(attrs.evolve(SMALL, max_body_bytes=1000)) as server, socket.create_connection(("127.0.0.1", server.port)) as link:
+        body, last = b"x" * 3_000_000, "connection: close\r\n" if close else ""
+        link.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{last}content-length: {len(body)}\r\n\r\n".encode())
+        link.sendall(body)
+        assert link.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_long_text_does_not_stop_the_other_threads() -> None:
+    """While a text of 2 MB is tokenized another thread goes on: it gets the interpreter again and again, and not once at the end."""
+    tokenizer, turns, going = tiny_tokenizer(), [0], True
+    def spin() -> None:
+        while going:
+            turns[0] += 1
+            time.sleep(0)
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        until(lambda: turns[0] > 0)
+        before = turns[0]
+        assert len(tokenizer.encode("a" * 2_000_000)) == 2_000_000
+        assert turns[0] - before > 20
+    finally:
+        going = False
+        thread.join()

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from reference_server.api.body import read, until_disconnect
 from reference_server.api.errors import ApiError
@@ -113,10 +113,22 @@ class EventStream(Response):
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store", "x-accel-buffering": "no"})
         self._said = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # ASGI's signature
-        """Send it all, unless the client leaves first."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all, unless the client leaves first, or leaves what it is sent unread for too long."""
+        state = self.generation.state
+        deadline = state.settings.write_deadline_s
+
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(deadline):
+                    await send(message)
+            except TimeoutError:
+                log.warning("%s: its client has read nothing for %g s, and is hung up on", self.generation.key, deadline)
+                state.hang_up(scope)
+                raise ClientDisconnect from None
+
         try:
-            await until_disconnect(receive, self._run(send))
+            await until_disconnect(receive, self._run(send_in_time))
         except ClientDisconnect:
             pass  # nobody is there to be told
         finally:
@@ -129,6 +141,8 @@ class EventStream(Response):
             await self._events(send)
         except ApiError as error:
             await self._say(send, json.dumps(error.body()))
+        except ClientDisconnect:
+            raise
         except Exception:
             log.exception("%s failed in the middle of its stream", self.generation.key)
             await self._say(send, json.dumps(ApiError(500, "The server failed.", code="internal_error").body()))

@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from starlette.types import Scope
 
 from reference_server.api.app import create_app
 from reference_server.api.state import Served, State
@@ -25,6 +27,8 @@ KEEP_ALIVE_S = 75
 the server that closes first, under a request that is just being sent."""
 LAST_S = 5
 """How long answers that were cut off at the end of a drain may take to be written."""
+CUT_S = 4
+"""How long their clients have to read them, which is less; then they are hung up on."""
 
 
 class Server(uvicorn.Server):
@@ -40,6 +44,7 @@ class Server(uvicorn.Server):
         ))
         self.state = state
         self.up = asyncio.Event()
+        state.hang_up = self.hang_up
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen. Signals are heard from before that."""
@@ -53,6 +58,16 @@ class Server(uvicorn.Server):
         self.drain()
         print(f"draining: {len(self.state.live)} running, up to {self.state.settings.drain_s:g} s; another signal ends at once",
               file=sys.stderr, flush=True)
+
+    def hang_up(self, scope: Scope) -> None:
+        """Cut a request's connection, without waiting for what its client has not read."""
+        self._cut(scope["client"])
+
+    def _cut(self, client: Any = None) -> None:
+        """Cut the connection of a client, or all of them."""
+        for connection in list(self.server_state.connections):
+            if client in (None, connection.client):  # type: ignore[union-attr]  # h11's protocol has one
+                connection.transport.abort()
 
     def drain(self) -> None:
         """Take no new requests; end once those that run have ended, or when their time is up."""
@@ -72,6 +87,7 @@ class Server(uvicorn.Server):
             for live in self.state.live.values():
                 for key in live.ids:
                     self.state.served.engine.abort(key)
+        asyncio.get_running_loop().call_later(CUT_S, self._cut)  # those who do not read their last words
         await super().shutdown(sockets)
 
 

@@ -9,10 +9,11 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import attrs
+from starlette.types import Scope
 
 from kvsched import Refused
 from reference_server.api import errors
@@ -68,6 +69,7 @@ class State:
         self.live: dict[str, Live] = {}
         self.arriving = 0  # requests whose body is here, and which are not in the engine yet
         self.metrics = Metrics(self._look)
+        self.hang_up: Callable[[Scope], None] = lambda _: None  # cut a connection; the server puts its own here
         self._ends: deque[float] = deque(maxlen=RECENT)
 
     def drain(self) -> None:

@@ -152,7 +152,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as fault:
             raise TokenizerError(f"the text has no UTF-8 form: {fault.reason} at character {fault.start}") from fault
-        ids: list[int] = backend.encode(text, add_special_tokens=whole).ids
+        # As a batch of one: encode() keeps the interpreter's lock, and a text of megabytes would stop every thread for seconds.
+        ids: list[int] = backend.encode_batch([text], add_special_tokens=whole)[0].ids
         return ids
 
     @classmethod
