@@ -51,6 +51,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "stall_steps": (0, None),
     "max_body_bytes": (0, None, 1e6),
     "step_deadline_s": (0, -1, float("inf"), float("nan"), "1", True, None),
+    "write_deadline_s": (0, float("nan"), "1", None),
     "drain_s": (-0.1, float("inf"), "1", None),
     "threads": (0, 2000, 1.0, True),
 }
@@ -134,7 +135,7 @@ def test_every_setting_has_a_flag() -> None:
         "host": "::1", "port": 1, "model": "m", "dtype": "bfloat16", "device": "cuda:1", "page_size": 2, "pool_tokens": 4, "max_running": 5,
         "chunk_tokens": 6, "max_step_tokens": 7, "context_limit": 8, "max_queued_requests": 9, "max_queued_tokens": 10, "max_in_flight": 1,
         "order": "fair", "head": "skip", "admission": "guaranteed", "prefix_cache": False, "stall_steps": 11, "max_body_bytes": 12,
-        "step_deadline_s": 1.5, "drain_s": 2.5, "threads": 3,
+        "step_deadline_s": 1.5, "write_deadline_s": 3.5, "drain_s": 2.5, "threads": 3,
     }
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in values.items() if key != "prefix_cache"]
     assert options(*flags, "--no-prefix-cache") == Settings(**values)
