@@ -329,6 +329,9 @@ class Engine:
     def _submit(self, request: Request, sampling: Sampling, loop: asyncio.AbstractEventLoop) -> Stream | Refused:
         if self._draining:
             raise EngineDown("the server is draining")
+        if self._failures:  # whatever spoilt a step may have spoilt what is cached: nobody who comes later reads it
+            space = attrs.evolve(request.namespace, version=f"after {self._failures} failures")
+            request = attrs.evolve(request, namespace=space)
         answer = self.scheduler.submit(request)
         if not answer:
             self._refused[answer.reason.value] += 1

@@ -86,22 +86,26 @@ class ModelExecutor:
             tokens = np.zeros(n, np.int64)
             try:
                 self.attention.begin(batch)
-                logits = self.model(batch.token_ids, batch.positions, self.attention, batch.last)
-                if len(batch.sampling) == 0:
-                    return StepResult(tokens=tokens)
+                # The last token of every row, those that sample nothing included: it has attended to all that the row wrote, so
+                # what is no number there is seen before it goes into the prefix cache.
+                ends = batch.last if len(batch.sampling) == n else batch.qo_indptr[1:].long() - 1
+                logits = self.model(batch.token_ids, batch.positions, self.attention, ends)
                 bad = perplexed(logits)
                 if bad.any():
                     logits = torch.where(torch.from_numpy(bad).to(logits.device)[:, None], torch.zeros_like(logits), logits)
-                rows, after = plan.rows[batch.sampling], (plan.starts + plan.counts)[batch.sampling]
-                chosen = self.sampler.choose(logits, rows, after)
-                self.builder.note(batch, chosen)
-                tokens[batch.sampling] = chosen.cpu().numpy()
+                if len(batch.sampling):
+                    if len(batch.sampling) < n:
+                        logits = logits[torch.from_numpy(batch.sampling).to(logits.device)]
+                    rows, after = plan.rows[batch.sampling], (plan.starts + plan.counts)[batch.sampling]
+                    chosen = self.sampler.choose(logits, rows, after)
+                    self.builder.note(batch, chosen)
+                    tokens[batch.sampling] = chosen.cpu().numpy()
             except Exception:  # whatever a model raises: its requests fail, and the server goes on
                 log.exception("step %d failed with %d rows", plan.step, n)
                 return StepResult(tokens=tokens, failed=np.arange(n))
         if bad.any():
             log.error("step %d: logits of %d rows are not finite", plan.step, int(bad.sum()))
-            return StepResult(tokens=tokens, failed=batch.sampling[bad])
+            return StepResult(tokens=tokens, failed=np.flatnonzero(bad))
         return StepResult(tokens=tokens)
 
 

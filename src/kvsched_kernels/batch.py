@@ -171,6 +171,7 @@ class BatchBuilder:
             starts = starts.copy()
             starts[: plan.decodes] = self._next[plan.rows[: plan.decodes]]
         ends = starts + counts
+        self._next[plan.rows[plan.decodes :]] = ends[plan.decodes :]  # also where the step fails and nothing is noted
         columns = -(-ends // self.page_size)
         tokens, pages = int(counts.sum()), int(columns.sum())
         turn = self._turn = 1 - self._turn

@@ -14,6 +14,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from running import PATIENCE_S, SMALL, Running, running, until
 
+from reference_server.api.answer import EventStream
 from reference_server.model import tiny_tokenizer
 from reference_server.model.tiny import EOS
 
@@ -308,6 +309,15 @@ def test_a_connection_serves_many_requests(server: Running) -> None:
 
 def test_the_end_token_of_the_tiny_model_is_known(server: Running) -> None:
     assert server.served.eos == {EOS}
+
+
+def test_an_event_is_one_line_to_every_client() -> None:
+    stream = object.__new__(EventStream)
+    stream.head, stream.usage = {"id": "x"}, False
+    said = "one\u2028two\u2029three\x85four"
+    event = stream._event([{"text": said}])
+    assert len(event.splitlines()) == 1
+    assert json.loads(event)["choices"][0]["text"] == said
 
 
 def test_what_a_retracted_request_finds_again_is_not_told_as_cached() -> None:

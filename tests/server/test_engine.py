@@ -16,7 +16,7 @@ from kvsched import Request
 from kvsched.errors import ConfigError, DuplicateRequest, InvalidRequest
 from kvsched.request import Finish
 from kvsched.verdict import RefusalReason, Refused
-from kvsched_kernels import Attention
+from kvsched_kernels import Attention, ReferenceAttention
 from reference_server.engine import Engine, EngineDown
 from reference_server.model.tiny import tiny
 from reference_server.sampling import GREEDY, Sampling
@@ -233,6 +233,40 @@ def test_a_model_that_fails_fails_its_requests_and_the_engine_lives(how: str) ->
         run(main(engine))
         assert engine.vitals.failures == 1
         assert engine.vitals.ended == {"length": 2, "error": 1}
+    at_rest(engine)
+
+
+class Spoiling(Faulty):
+    """Puts what is no number into the keys of its first step, after its output or before it."""
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__()
+        self.late, self.first = late, True
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, last: torch.Tensor) -> torch.Tensor:
+        first, self.first = self.first, False
+        block: Any = self.inner.blocks[0]
+        bias = block.qkv
+        kept = bias.clone()
+        if first and not self.late:
+            bias[-1] = torch.nan
+        logits = super().__call__(token_ids, positions, attention, last)
+        bias.copy_(kept)
+        if first and self.late:
+            assert isinstance(attention, ReferenceAttention)
+            for keys in attention.store.k:
+                keys[:2] = torch.nan
+        return logits
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_fault_left_in_the_pages_is_met_by_nobody_who_comes_later(late: bool) -> None:
+    """A fault in a chunk that samples nothing fails its request; its pages may have gone into the prefix cache by then."""
+    async def main(engine: Engine) -> list[Finish]:
+        return [(await take(engine, Request(f"r{i}", [5] * 40 + [i], max_new_tokens=2)))[1][0] for i in range(4)]
+    with running(Spoiling(late=late)) as engine:
+        assert run(main(engine)) == [Finish.ERROR, *[Finish.LENGTH] * 3]
+        assert engine.vitals.totals["cached_tokens"] > 0
     at_rest(engine)
 
 

@@ -29,6 +29,11 @@ log = logging.getLogger("reference_server")
 PULSE_S = 15.0
 """A stream that has nothing to say for so long sends a comment: proxies keep it open, and a dead connection shows."""
 
+LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+"""What some clients take for the end of a line, though server-sent events do not: escaped, as JSON allows."""
+LARGE_BYTES = 65_536
+"""A body from this size on is checked beside the event loop, which would stand still for milliseconds."""
+
 B = TypeVar("B", bound=Options)
 T = TypeVar("T")
 
@@ -60,7 +65,7 @@ async def answer(request: Request, kind: type[B], shape: Shape, *,
     raw = await read(request, state.settings.max_body_bytes, state.closing)
     served = state.admit()  # a body may have taken long to arrive
     with state.arrival():
-        body = parse(kind, raw)
+        body = await asyncio.to_thread(parse, kind, raw) if len(raw) >= LARGE_BYTES else parse(kind, raw)
         if body.model != served.name:
             message = f"The model {body.model!r} does not exist; this server serves {served.name!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -165,7 +170,7 @@ class EventStream(Response):
         event = {**self.head, "choices": choices}
         if self.usage:
             event["usage"] = usage
-        return json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        return json.dumps(event, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
 
     async def _say(self, send: Send, data: str) -> None:
         self._said += 1
