@@ -350,19 +350,20 @@ def test_every_reason_to_refuse_has_its_answer(reason: RefusalReason) -> None:
         assert error.body()["error"]["unit"] == errors.UNITS[reason]
 
 
-def unread(server: Running, **fields: Any) -> socket.socket:
+def unread(server: Running, header: str = "", **fields: Any) -> socket.socket:
     """A client that asks for a long stream and never reads it."""
     link = socket.socket()
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     link.connect(("127.0.0.1", server.port))
     body = json.dumps({"model": "tiny", "prompt": "go on", "max_tokens": 3000, "ignore_eos": True, "stream": True, "n": 8, **fields}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{header}\r\n"
     link.sendall(head.encode() + body)
     return link
 
 
-def test_a_client_that_does_not_read_is_hung_up_on(caplog: pytest.LogCaptureFixture) -> None:
-    with running(attrs.evolve(SMALL, pool_tokens=32_768, write_deadline_s=0.5)) as server, unread(server):
+@pytest.mark.parametrize("header", ["", "x-forwarded-for: 10.1.2.3\r\n"])
+def test_a_client_that_does_not_read_is_hung_up_on(caplog: pytest.LogCaptureFixture, header: str) -> None:
+    with running(attrs.evolve(SMALL, pool_tokens=32_768, write_deadline_s=0.5)) as server, unread(server, header):
         until(lambda: bool(server.state.live))
         until(lambda: not server.state.live)
         server.settled()

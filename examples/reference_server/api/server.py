@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
     def __init__(self, state: State, *, access_log: bool = False) -> None:
         super().__init__(uvicorn.Config(
             create_app(state), http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=access_log,
-            server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=LAST_S,
+            server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=LAST_S,
         ))
         self.state = state
         self.up = asyncio.Event()
@@ -60,7 +60,10 @@ class Server(uvicorn.Server):
               file=sys.stderr, flush=True)
 
     def hang_up(self, scope: Scope) -> None:
-        """Cut a request's connection, without waiting for what its client has not read."""
+        """Cut a request's connection, without waiting for what its client has not read.
+
+        It is known by the client's address, which no header may change (`proxy_headers`).
+        """
         self._cut(scope["client"])
 
     def _cut(self, client: Any = None) -> None:
