@@ -351,7 +351,9 @@ def test_every_reason_to_refuse_has_its_answer(reason: RefusalReason) -> None:
 
 
 def unread(server: Running, header: str = "", **fields: Any) -> socket.socket:
-    """A client that asks for a long stream and never reads it."""
+    """A client that asks for a long stream and never reads it. The server's end holds little, so that this shows at once."""
+    for listener in server.server.servers[0].sockets:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     link = socket.socket()
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     link.connect(("127.0.0.1", server.port))
