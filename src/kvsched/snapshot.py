@@ -15,7 +15,7 @@ from kvsched.explain import explain
 from kvsched.live import Live
 from kvsched.liveness import stalled
 from kvsched.plan import Plan
-from kvsched.units import pages_for
+from kvsched.units import pages_for, servable_slots
 
 
 def snapshot(core: Core, last: Plan | None) -> dict[str, Any]:
@@ -40,8 +40,7 @@ def snapshot(core: Core, last: Plan | None) -> dict[str, Any]:
 
 def max_servable(core: Core) -> int:
     """Largest P + N - 1 of one request, in slots."""
-    slots, context = core.ceiling() * core.config.page_size, core.config.context_limit
-    return slots if context is None else min(slots, context - 1)
+    return servable_slots(core.ceiling(), core.config.page_size, core.config.context_limit)
 
 
 def waiting_order(core: Core) -> list[str]:

@@ -66,6 +66,16 @@ def total_slots(prompt: int, max_new: int) -> int:
     return prompt + max(max_new, 1) - 1
 
 
+def servable_slots(pages: int, page_size: int, context: int | None) -> int:
+    """Largest P + N - 1 of one request, in slots: what `pages` hold, and what the context limit on P + N leaves.
+
+    >>> servable_slots(1006, 64, None), servable_slots(1006, 64, 4096)
+    (64384, 4095)
+    """
+    slots = pages * page_size
+    return slots if context is None else min(slots, context - 1)
+
+
 def reusable(prompt: int, page_size: int) -> int:
     """Tokens of a prompt that a cache may serve: whole pages, and at least one token is left to compute (law D2).
 

@@ -13,7 +13,7 @@ import attrs
 
 from kvsched.errors import ConfigError
 from kvsched.sizing.checks import at_least
-from kvsched.units import pages_for, total_slots
+from kvsched.units import pages_for, servable_slots, total_slots
 from kvsched.verdict import Verdict, decide
 
 
@@ -25,8 +25,7 @@ def max_servable_tokens(pages: int, page_size: int, context: int | None) -> int:
     >>> max_servable_tokens(1006, 64, None), max_servable_tokens(1006, 64, 4096)
     (64384, 4095)
     """
-    slots = pages * page_size
-    return slots if context is None else min(slots, context - 1)
+    return servable_slots(pages, page_size, context)
 
 
 def fits(prompt: int, max_new: int, pages: int, page_size: int, context: int | None = None) -> bool:
