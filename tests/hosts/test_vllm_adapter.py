@@ -16,6 +16,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import Request, RequestStatus
@@ -113,7 +114,7 @@ def test_repetition_is_detected_as_vllm_does(model: Path, depth: int, monkeypatc
     config = configure(model, blocks=400, asynchronous=depth == 2)
     detection = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=3)
     texts = [
-        run(kind(config), [make_request("r", prompt(0, 50), config, max_tokens=60, eos=None, repetition_detection=detection, min_tokens=least)], depth=depth).texts["r"]
+        run(kind(config), [make_request("r", prompt(0, 300), config, max_tokens=60, eos=None, repetition_detection=detection, min_tokens=least)], depth=depth).texts["r"]
         for least in (0, 20) for kind in (theirs, ours)
     ]
     assert texts[0] == texts[1]
@@ -266,7 +267,7 @@ def test_resetting_the_prefix_cache(model: Path, depth: int) -> None:
     lengths = {"a": 40, "b": 70}
 
     def requests() -> list[Any]:
-        return [make_request(key, prompt(0, length), max_tokens=30, eos=None) for key, length in lengths.items()]
+        return [make_request(key, prompt(length, length), max_tokens=30, eos=None) for key, length in lengths.items()]
 
     plain = run(ours(config), requests(), depth=depth)
     scheduler = ours(config, stats=True)
@@ -282,6 +283,7 @@ def test_resetting_the_prefix_cache(model: Path, depth: int) -> None:
     assert answers == [False, True]
     assert session.texts == plain.texts
     assert scheduler.core.totals["retractions"] == 2
+    assert scheduler.core.totals["cached_tokens"] == 0, "nothing of before is read again"
     assert any(stats.prefix_cache_stats.reset for stats in session.stats)
     resumed = [record for record in session.records if record.events and EngineCoreEventType.PREEMPTED in [event.type for event in record.events]]
     assert len(resumed) == 2
@@ -389,3 +391,18 @@ def test_cache_events_name_the_blocks_as_vllm_does(model: Path, blocks: int) -> 
     assert scheduler.reset_prefix_cache()
     run(scheduler, [make_request("last", prompt(0, 5), max_tokens=1)])
     assert isinstance(told[ours][-1], AllBlocksCleared) or replayed(told[ours]) == set()
+
+
+def test_blocks_computed_twice_side_by_side_are_named_once(model: Path) -> None:
+    """Two prompts that begin alike, in one step: the second keeps its copies until its end, and then only the rest is new."""
+    config = configure(model, blocks=100, budget=512)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    scheduler = ours(config)
+    heard: list[Any] = []
+    scheduler.publisher.publish = lambda batch: heard.extend(batch.events)
+    requests = [make_request(f"r{at}", prompt(0, 64) + prompt(at + 1, 36), config, max_tokens=2, eos=None) for at in range(2)]
+    run(scheduler, requests)
+    expected = [[maybe_convert_block_hash(hash_) for hash_ in request.block_hashes] for request in requests]
+    assert replayed(heard) == {hash_ for hashes in expected for hash_ in hashes}
+    assert [len(event.block_hashes) for event in heard] == [6, 2]
+    assert heard[1].parent_block_hash == expected[0][3]

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is installed by make test-hosts")
 
 from rig import Session, Workers, configure, drive, hasher, make_request, ours, theirs, workload
+from vllm.v1.core.sched.interface import PauseState
 
 
 def arrivals_of(config: Any, seed: int, count: int, **shape: int) -> list[tuple[int, Any]]:
@@ -31,8 +32,14 @@ def run(kind: Any, config: Any, seed: int, count: int, *, depth: int, aborts: di
     scheduler = kind(config)
     workers = Workers(config.cache_config.block_size, second=second)
     arrivals = sorted(arrivals_of(config, seed, count, **shape), key=lambda pair: pair[0])
-    look = (lambda turn, it: it.core.check() if turn % 7 == 0 else None) if kind is ours else None
-    return drive(scheduler, arrivals, workers, depth=depth, aborts=aborts, each=look), scheduler
+
+    def look(turn: int, it: Any) -> None:
+        assert it.running == set(it.core._core.running)
+        assert it.get_request_counts() == (len(it.running), len(it.core._core.lives) - len(it.running))
+        if turn % 7 == 0:
+            it.core.check()
+
+    return drive(scheduler, arrivals, workers, depth=depth, aborts=aborts, each=look if kind is ours else None), scheduler
 
 
 def same(mine: Session, other: Session, aborted: frozenset[str] = frozenset()) -> None:
@@ -54,7 +61,8 @@ def test_the_same_text_for_each_request(model: Path, depth: int, blocks: int, ca
     same(mine, other)
     assert {text.finish for text in mine.texts.values()} == {"stop", "length"}
     assert scheduler.core.totals["cached_tokens"] > 0 or not caching
-    assert blocks == 2000 or scheduler.core.totals["retractions"] > 0
+    assert (blocks == 2000) == (scheduler.core.totals["retractions"] == 0)
+    assert mine.preempted == scheduler.core.totals["retractions"], "the workers hear of each"
     scheduler.core.check()
     assert scheduler.core.occupancy["private"] == scheduler.core.occupancy["quarantined"] == 0
 
@@ -77,6 +85,43 @@ def test_aborts_at_any_moment(model: Path, depth: int, seed: int) -> None:
     assert not scheduler.running
     assert not scheduler.clients
     assert not scheduler.due
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_pauses_resets_and_throttled_steps_leave_the_text_as_it_is(model: Path, depth: int, seed: int) -> None:
+    config = configure(model, blocks=40, seqs=16, budget=64, asynchronous=depth == 2)
+    shape: dict[str, Any] = {"longest": 150, "most_new": 40, "head": 100}
+    last = (600, make_request("last", [5, 6, 7], max_tokens=2))  # keeps the loop alive while everybody is paused
+    arrivals = [*sorted(arrivals_of(config, seed, 60, **shape), key=lambda pair: pair[0]), last]
+    draw = random.Random(seed)
+    done: list[Any] = []
+
+    def meddle(turn: int, scheduler: Any) -> None:
+        if turn % 9 == 0:
+            scheduler.core.check()
+        if turn >= 550:
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+        elif draw.random() < 0.1:
+            state = draw.choice(list(PauseState))
+            scheduler.set_pause_state(state)
+            done.append(state)
+        elif draw.random() < 0.06:
+            running = draw.random() < 0.7
+            answer = scheduler.reset_prefix_cache(reset_running_requests=running)
+            assert answer or not running
+            done.append((running, answer))
+
+    scheduler = ours(config)
+    plan = scheduler.schedule
+    scheduler.schedule = lambda throttle_prefills: plan(throttle_prefills or draw.random() < 0.2)
+    mine = drive(scheduler, arrivals, Workers(16), depth=depth, each=meddle)
+    plain = drive(theirs(config), [*sorted(arrivals_of(config, seed, 60, **shape), key=lambda pair: pair[0]),
+                                   (600, make_request("last", [5, 6, 7], config, max_tokens=2))], Workers(16), depth=depth)
+    same(mine, plain)
+    assert len(set(map(str, done))) >= 5, "every kind of meddling happened"
+    scheduler.core.check()
+    assert not scheduler.requests
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -71,14 +71,12 @@ def complete(record: EngineCoreOutput, entry: Entry, runner: Any, cached_tokens:
     request, key = entry.request, record.request_id
     record.events = request.take_events()
     record.trace_headers = request.trace_headers
-    if entry.silent:
-        entry.silent = False
-        stats = request.take_prefill_stats()
-        if stats is not None:
-            stats.finalize(cached_tokens)
-            record.prefill_stats = stats
-        record.new_prompt_logprobs_tensors = runner.prompt_logprobs_dict.get(key)
-        record.prompt_token_id_logprobs = runner.prompt_token_id_logprobs_dict.get(key)
+    stats = request.take_prefill_stats()  # there once
+    if stats is not None:
+        stats.finalize(cached_tokens)
+        record.prefill_stats = stats
+    record.new_prompt_logprobs_tensors = runner.prompt_logprobs_dict.get(key)
+    record.prompt_token_id_logprobs = runner.prompt_token_id_logprobs_dict.get(key)
     if request.sampling_params.num_logprobs is not None and runner.logprobs is not None:
         record.new_logprobs = runner.logprobs.slice_request(runner.req_id_to_index[key], 1)
 

@@ -17,10 +17,10 @@ class Entry:
     """One live request of vLLM's.
 
     base: output tokens it had at its last admission. known: whether the workers have a row of it. careful: whether each of its
-    outputs needs more than its token (log-probabilities, trace headers, detection of repetition). silent: no output yet.
+    outputs needs more than its token (log-probabilities, trace headers, detection of repetition).
     """
 
-    __slots__ = ("base", "careful", "client", "eos", "known", "prompt", "request", "silent", "watched")
+    __slots__ = ("base", "careful", "client", "eos", "known", "prompt", "request", "watched")
 
     def __init__(self, request: Any) -> None:
         sampling = request.sampling_params
@@ -30,7 +30,6 @@ class Entry:
         self.eos: int | None = sampling.eos_token_id
         self.base = 0
         self.known = False
-        self.silent = True
         self.watched = sampling.repetition_detection is not None
         self.careful = self.watched or sampling.num_logprobs is not None or request.trace_headers is not None
 

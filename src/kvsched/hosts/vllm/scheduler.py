@@ -88,7 +88,7 @@ class KvschedScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not
         self.batches = Batches(self.requests, self.core.generated, second_runner=vllm_config.use_v2_model_runner)
         self.flight: deque[Flight] = deque()
         self.clients: Counter[int] = Counter()  # live requests per client
-        self.due: set[str] = set()  # residents whose next output carries more than a token
+        self.due: set[str] = set()  # whose next output carries more than a token
         self.watched: dict[str, Entry] = {}
         self.finished_req_ids: set[str] = set()
         self.finished_of_client: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
@@ -215,7 +215,6 @@ class KvschedScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not
         request.num_preemptions += 1
         self.running.discard(key)
         self.preempted.add(key)
-        self.due.add(key)
         if self.log_stats:
             request.record_event(EngineCoreEventType.PREEMPTED, now)
 
@@ -339,7 +338,7 @@ class KvschedScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not
         self.paused = pause_state
         if pause_state == PauseState.PAUSED_ALL:
             self.core.pause("hold")
-        elif not self.flush_due:
+        else:
             self.core.resume()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
