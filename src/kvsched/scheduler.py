@@ -193,7 +193,7 @@ class Scheduler:
 
     @property
     def occupancy(self) -> dict[str, int]:
-        """Pages of the pool by bucket, whose sum is `usable`: free, cached, locked, private, quarantined (law A1). O(1)."""
+        """Pages of the pool: `usable`, and the buckets that add up to it: free, cached, locked, private, quarantined (law A1). O(1)."""
         return accounting(self._core)
 
     @property
