@@ -40,7 +40,7 @@ def shell(line: str) -> bytes:
 
 
 def test_make_serve_starts_this_command() -> None:
-    said = subprocess.run(["make", "-n", "serve", "PORT=8001"], cwd=ROOT, env=surroundings(), capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(["make", "--no-print-directory", "-n", "serve", "PORT=8001"], cwd=ROOT, env=surroundings(), capture_output=True, text=True, check=True).stdout
     assert re.fullmatch(r"PYTHONPATH=examples \S*/bin/python -m reference_server", said.strip().splitlines()[-1])
 
 
