@@ -299,13 +299,17 @@ def test_a_step_that_does_not_end_is_not_live_and_a_step_that_ends_is() -> None:
 
 def test_a_full_queue_is_live_and_not_ready() -> None:
     async def main(engine: Engine) -> None:
-        streams = [await engine.submit(Request(f"r{i}", [2, 3], max_new_tokens=3000), GREEDY) for i in range(4)]
+        async def two(first: int) -> None:
+            for i in (first, first + 1):
+                assert isinstance(await engine.submit(Request(f"r{i}", [2, 3], max_new_tokens=3000), GREEDY), Stream)
+        await two(0)
+        await until(lambda: engine.vitals.health.running == 2)
+        await two(2)
         await until(lambda: engine.vitals.health.waiting == 2 and not engine.ready)
         assert engine.live
         answer = await engine.submit(Request("more", [1], max_new_tokens=1), GREEDY)
         assert isinstance(answer, Refused)
         assert answer.retryable
-        assert len(streams) == 4
     with running(pool_tokens=8192, max_running=2, max_queued_requests=2) as engine:
         run(main(engine))
 
