@@ -34,7 +34,7 @@ demo: $(STAMP) ## replay a generated workload, under a minute, and say what to l
 test: lint ## lint, then every test but the soak runs
 	$(BIN)/python -m pytest
 
-test-hosts: $(HOSTS_STAMP) ## kvsched inside vLLM and transformers: ten minutes, and 2 GB to fetch the first time
+test-hosts: $(HOSTS_STAMP) ## kvsched inside vLLM and transformers: four minutes, and 2 GB to fetch the first time
 	KVSCHED_HOSTS=1 $(HOSTS)/bin/python -m pytest -W default tests/hosts
 
 lint: $(STAMP) ## ruff with every rule on, mypy strict
