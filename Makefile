@@ -41,7 +41,7 @@ lint: $(STAMP) ## ruff with every rule on, mypy strict
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-soak: $(STAMP) ## the long runs of the state machines
+soak: $(STAMP) ## the long runs: state machines, many clients, the default model
 	$(BIN)/python -m pytest -m soak
 
 bench: $(STAMP) ## speed and size, one JSON line for each size
