@@ -30,7 +30,7 @@ QUESTION = "What is the capital of France?"
 SPIN = "5000"
 """Rounds for which torch's threads (GNU OpenMP) spin before they sleep, where nothing else is set. By default they spin for
 milliseconds. Where another process wants a core, a step of a few rows then takes ten times as long and more; with so few rounds
-it takes 2 to 3 times as long there, and up to 1.4 times on a machine that has nothing else to do (docs/performance.md)."""
+it takes 2 to 3 times as long there, and a fifth longer on a machine that has nothing else to do (docs/performance.md)."""
 
 
 def _option(name: str, kind: Any, text: str, *, env: bool = False) -> Callable[[Any], Any]:
