@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 DEFAULTS = attrs.asdict(Settings())
 QUESTION = "What is the capital of France?"
-SPIN = "5000"
+SPIN = "20000"
 """Rounds for which torch's threads (GNU OpenMP) spin before they sleep, where nothing else is set. By default they spin for
-milliseconds. Where another process wants a core, a step of a few rows then takes ten times as long and more; with so few rounds
-it takes 2 to 3 times as long there, and a fifth longer on a machine that has nothing else to do (docs/performance.md)."""
+milliseconds, and where others want the cores a step of a few rows then takes tens of times as long. With 20,000 rounds an idle machine
+loses nothing; with fewer it loses, and a busy one gains more (docs/performance.md, docs/server.md)."""
 
 
 def _option(name: str, kind: Any, text: str, *, env: bool = False) -> Callable[[Any], Any]:
