@@ -162,6 +162,7 @@ class EventStream(Response):
                 await self._say(send, self._event([opening]))
         async for delta in self.generation.deltas():
             await self._say(send, self._event([self.shape.part(delta.choice, delta.text, delta.finish)]))
+            await asyncio.sleep(0)  # with many events at hand, whoever left is noticed between two of them
         if self.usage:
             await self._say(send, self._event([], self.generation.usage()))
         await self._say(send, "[DONE]")
