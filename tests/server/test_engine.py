@@ -260,13 +260,14 @@ class Spoiling(Faulty):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_a_fault_left_in_the_pages_is_met_by_nobody_who_comes_later(late: bool) -> None:
-    """A fault in a chunk that samples nothing fails its request; its pages may have gone into the prefix cache by then."""
+def test_what_a_fault_left_in_the_pages_is_met_by_nobody_who_comes_later(late: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A fault in a chunk that samples nothing is seen in its own step; one behind its output later, with pages in the prefix cache by then."""
     async def main(engine: Engine) -> list[Finish]:
         return [(await take(engine, Request(f"r{i}", [5] * 40 + [i], max_new_tokens=2)))[1][0] for i in range(4)]
     with running(Spoiling(late=late)) as engine:
         assert run(main(engine)) == [Finish.ERROR, *[Finish.LENGTH] * 3]
         assert engine.vitals.totals["cached_tokens"] > 0
+    assert ("step 1: logits of 1 rows are not finite" in caplog.text) is not late
     at_rest(engine)
 
 
