@@ -7,16 +7,15 @@ pool should be. The meter counts what is there; nothing here predicts.
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from kvsched.sizing.account import Item, Provenance
+from kvsched.sizing.amounts import MIB, gib
 from kvsched_kernels.errors import KernelError
-
-GIB, MIB = 1 << 30, 1 << 20
 
 ITEMS = ("weights", "holdback", "state", "speculative", "activation", "kv", "workspace", "graphs")
 """The line items of a server, in the order they are printed. weights: the model. holdback: set aside on purpose, for other
@@ -28,14 +27,6 @@ REST = "rest"
 
 COUNT_TOLERANCE = 3 * MIB
 """Law G7: items print to 0.001 GiB, so six of them can be off by 3 MiB together."""
-
-
-class Provenance(enum.Enum):
-    """Where a figure comes from."""
-
-    CONFIGURED = "configured"  # somebody set it
-    MEASURED = "measured"  # read from the device, or from tensors that are there
-    DERIVED = "derived"  # worked out of other figures
 
 
 class DoubleBooking(KernelError):
@@ -58,18 +49,13 @@ class CountMismatch(KernelError):
         self.rest, self.found = rest, found
 
 
-def _name(_: Any, __: Any, value: Any) -> None:
-    if not isinstance(value, str) or not value.strip():
-        raise KernelError(f"name must be a word, not {value!r}")
-
-
-def _bytes(_: Any, __: Any, value: Any) -> None:
-    whole_bytes("bytes", value)
-
-
-def _provenance(_: Any, __: Any, value: Any) -> None:
-    if not isinstance(value, Provenance):
-        raise KernelError(f"provenance must be one of {', '.join(map(str, Provenance))}, not {value!r}")
+def _check(name: Any, size: Any, provenance: Any) -> None:
+    """Raise `KernelError` for what is no line item."""
+    if not isinstance(name, str) or not name.strip():
+        raise KernelError(f"name must be a word, not {name!r}")
+    whole_bytes("bytes", size)
+    if not isinstance(provenance, Provenance):
+        raise KernelError(f"provenance must be one of {', '.join(map(str, Provenance))}, not {provenance!r}")
 
 
 def whole_bytes(name: str, value: Any) -> None:
@@ -79,30 +65,12 @@ def whole_bytes(name: str, value: Any) -> None:
 
 
 @attrs.frozen
-class Item:
-    """One line: its name, its size in bytes, and where the figure comes from."""
-
-    name: str = attrs.field(validator=_name)
-    bytes: int = attrs.field(validator=_bytes)
-    provenance: Provenance = attrs.field(validator=_provenance)
-
-
-@attrs.frozen
 class Doubt:
     """An item whose figure is far from what an independent reckoning gives."""
 
     name: str
     booked: int
     expected: int
-
-
-def gib(size: int) -> str:
-    """Bytes in GiB to three places, as items are printed.
-
-    >>> gib(31_800 * MIB), gib(-5 * MIB)
-    ('31.055', '-0.005')
-    """
-    return f"{size / GIB:.3f}"
 
 
 def tensor_bytes(*tensors: torch.Tensor) -> int:
@@ -131,8 +99,8 @@ class MemoryMeter:
     be booked, in the order they are printed; a host adds its own, and a name that is not among them is refused, so that
     a slip does not book the same thing under two names. One thread.
 
-    >>> meter = MemoryMeter(8 * GIB)
-    >>> meter.book("weights", 5 * GIB, Provenance.CONFIGURED).bytes
+    >>> meter = MemoryMeter(8 << 30)
+    >>> meter.book("weights", 5 << 30, Provenance.CONFIGURED).bytes
     5368709120
     >>> with meter.measure("kv") as kv:
     ...     kv.add(torch.zeros(256, 1024, 1024))
@@ -176,6 +144,7 @@ class MemoryMeter:
         Raises `DoubleBooking` for one that is booked or being measured, `KernelError` for a name that is not among
         `names` or a size that is none. Changes nothing then.
         """
+        _check(name, size, provenance)
         item = Item(name, size, provenance)
         self._check_free(name)
         self._items[name] = item

@@ -8,20 +8,17 @@ import attrs
 import pytest
 import torch
 
+from kvsched.sizing.account import Item, Provenance
+from kvsched.sizing.amounts import GIB, MIB, gib
 from kvsched_kernels import KernelError
 from kvsched_kernels.meter import (
     COUNT_TOLERANCE,
-    GIB,
     ITEMS,
-    MIB,
     CountMismatch,
     DoubleBooking,
     Doubt,
-    Item,
     MemoryMeter,
     Overbooked,
-    Provenance,
-    gib,
     tensor_bytes,
 )
 
