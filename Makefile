@@ -16,7 +16,7 @@ HOSTS_STAMP := $(HOSTS)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # What `make serve` can be told: make serve PORT=8001 MODEL=some/directory PAGE_SIZE=16 POOL_TOKENS=32768
-export HOST PORT MODEL PAGE_SIZE POOL_TOKENS
+export PORT MODEL PAGE_SIZE POOL_TOKENS
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -43,7 +43,7 @@ def _option(name: str, kind: Any, text: str, *, env: bool = False) -> Callable[[
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@_option("host", str, "Address to listen on; 0.0.0.0 for all.", env=True)
+@_option("host", str, "Address to listen on; 0.0.0.0 for all.")  # no variable: HOST means the machine to many shells
 @_option("port", int, "Port to listen on; 0 takes a free one.", env=True)
 @_option("model", str, f"A directory with safetensors, a .gguf file, or {TINY!r} for a tiny random model.  [default: SmolLM2-135M-Instruct]", env=True)
 @_option("dtype", click.Choice(DTYPES), "Type of weights and KV pool.")
